@@ -1,0 +1,306 @@
+"""What can be configured: frozen dataclasses whose validation says what came, what was wanted, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+HiddenAct = Literal['situ', 'silu']
+ExpertsFormat = Literal['bf16', 'mxfp4']
+Dtype = Literal['float32', 'bfloat16']
+Remat = Literal['none', 'layer']
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the field."""
+
+
+def _require(ok: bool, where: str, got: Any, wanted: str) -> None:
+    if not ok:
+        raise ConfigError(f'{where}: got {got!r}, wanted {wanted}')
+
+
+def _positive(where: str, **fields: int | float) -> None:
+    for name, value in fields.items():
+        _require(value > 0, f'{where}.{name}', value, 'a number above 0')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearAttnConfig:
+    """KDA geometry. Source: the release's `linear_attn_config`."""
+
+    num_heads: int
+    head_dim: int  # of q, k and v alike
+    kda_layers: tuple[int, ...]  # 1-based, as in the release
+    full_attn_layers: tuple[int, ...]  # 1-based: the MLA layers
+    short_conv_kernel_size: int = 4
+    gate_lower_bound: float | None = None  # None: the unbounded softplus gate of Kimi Linear
+    use_full_rank_gate: bool = False  # the OUTPUT gate; the decay projection is always low rank
+
+    def __post_init__(self) -> None:
+        where = 'model.linear_attn_config'
+        _positive(where, num_heads=self.num_heads, head_dim=self.head_dim)
+        _require(
+            self.short_conv_kernel_size >= 2,
+            f'{where}.short_conv_kernel_size',
+            self.short_conv_kernel_size,
+            'at least 2',
+        )
+        _require(
+            self.gate_lower_bound is None or self.gate_lower_bound < 0,
+            f'{where}.gate_lower_bound',
+            self.gate_lower_bound,
+            'a negative number, or None for the softplus gate',
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The text model of the Kimi family. Field names are the release's own (`config.json: text_config`)."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int  # of the dense layers
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 4096
+
+    hidden_act: HiddenAct = 'situ'
+    activation_situ_beta: float | None = 4.0  # None: 1.0
+    activation_situ_linear_beta: float | None = 25.0  # None: the up branch is the identity
+    attn_res_block_size: int | None = None  # in layers; None: plain residual adds
+
+    # Multi-head latent attention without positions.
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int  # present but never rotated
+    v_head_dim: int
+    mla_use_output_gate: bool = False
+    # UNCONFIRMED: the reference builds the latent norms with its class default, other ports use 1e-5.
+    mla_latent_norm_eps: float = 1e-6
+
+    linear_attn_config: LinearAttnConfig
+
+    # Mixture of experts.
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    moe_intermediate_size: int
+    routed_expert_hidden_size: int | None = None  # None: experts at full width (no latent)
+    latent_moe_use_norm: bool = False
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    experts_format: ExpertsFormat = 'bf16'  # how the routed experts' weights are held
+
+    bos_token_id: int = 163584
+    eos_token_id: int = 163586
+    pad_token_id: int = 163839
+
+    def __post_init__(self) -> None:
+        _positive(
+            'model',
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            intermediate_size=self.intermediate_size,
+            rms_norm_eps=self.rms_norm_eps,
+            num_attention_heads=self.num_attention_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            num_experts=self.num_experts,
+            moe_intermediate_size=self.moe_intermediate_size,
+            moe_layer_freq=self.moe_layer_freq,
+        )
+        kda, mla = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
+        layers = list(range(1, self.num_hidden_layers + 1))
+        _require(
+            sorted(kda + mla) == layers,
+            'model.linear_attn_config.kda_layers + full_attn_layers',
+            sorted(kda + mla),
+            f'each layer 1..{self.num_hidden_layers} exactly once',
+        )
+        _require(
+            1 <= self.num_experts_per_token <= self.num_experts,
+            'model.num_experts_per_token',
+            self.num_experts_per_token,
+            f'1..num_experts ({self.num_experts})',
+        )
+        _require(
+            self.num_shared_experts >= 0, 'model.num_shared_experts', self.num_shared_experts, '0 or more'
+        )
+        _require(self.hidden_act in ('situ', 'silu'), 'model.hidden_act', self.hidden_act, "'situ' or 'silu'")
+        _require(
+            self.experts_format in ('bf16', 'mxfp4'),
+            'model.experts_format',
+            self.experts_format,
+            "'bf16' or 'mxfp4'",
+        )
+        _require(
+            self.attn_res_block_size is None or self.attn_res_block_size > 0,
+            'model.attn_res_block_size',
+            self.attn_res_block_size,
+            'a positive number of layers, or None for plain residual adds',
+        )
+        _require(
+            not (self.latent_moe_use_norm and self.routed_expert_hidden_size is None),
+            'model.latent_moe_use_norm',
+            self.latent_moe_use_norm,
+            'False when routed_expert_hidden_size is None',
+        )
+        if self.experts_format == 'mxfp4':
+            for field, width in (
+                ('routed_expert_hidden_size', self.expert_input_size),
+                ('moe_intermediate_size', self.moe_intermediate_size),
+            ):
+                _require(width % 32 == 0, f'model.{field}', width, 'a multiple of 32, the MXFP4 group size')
+
+    @property
+    def expert_input_size(self) -> int:
+        """L: the width at which the routed experts read and write."""
+        return self.routed_expert_hidden_size or self.hidden_size
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """F of the fused shared-expert MLP."""
+        return self.moe_intermediate_size * self.num_shared_experts
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def is_kda(self, layer: int) -> bool:
+        """Whether 0-based `layer` mixes tokens by KDA (otherwise by MLA)."""
+        return layer + 1 in self.linear_attn_config.kda_layers
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether 0-based `layer` has experts (otherwise a dense MLP)."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = 3e-4  # peak
+    final_learning_rate_ratio: float = 0.1  # of the peak, at the last step
+    warmup_steps: int = 100
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only
+    grad_clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(
+            'optimizer', learning_rate=self.learning_rate, eps=self.eps, grad_clip_norm=self.grad_clip_norm
+        )
+        _require(self.warmup_steps >= 0, 'optimizer.warmup_steps', self.warmup_steps, '0 or more')
+        for name in ('b1', 'b2'):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f'optimizer.{name}', value, 'a number in [0, 1)')
+        _require(
+            0 <= self.final_learning_rate_ratio <= 1,
+            'optimizer.final_learning_rate_ratio',
+            self.final_learning_rate_ratio,
+            'a number in [0, 1]',
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where text comes from and how it becomes batches."""
+
+    source: str = 'python_stdlib'  # or a folder (local or gs://) of .txt / .jsonl files
+    tokenizer: str = 'bytes'  # or a folder with tiktoken.model
+    sequence_length: int = 512
+    batch_size: int = 8  # sequences a step, over all processes and accumulation steps
+    held_out_every: int = 20  # every n-th document is held out
+    max_document_bytes: int = 1 << 20  # longer documents are cut into pieces of this size
+    shuffle_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(
+            'data',
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            max_document_bytes=self.max_document_bytes,
+        )
+        _require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long to train, in what precision, and what to write."""
+
+    num_steps: int = 1000
+    grad_accum_steps: int = 1
+    seed: int = 0
+    dtype: Dtype = 'bfloat16'  # of matmul operands and the residual stream; masters are float32
+    remat: Remat = 'layer'
+    scan_layers: bool = True
+    log_every: int = 10
+    eval_every: int = 0  # 0: only after the last step
+    eval_batches: int = 16
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 3
+    sample_tokens: int = 128  # printed after the last step; 0: none
+    sample_prompt: str = 'def '
+
+    def __post_init__(self) -> None:
+        _positive(
+            'train',
+            num_steps=self.num_steps,
+            grad_accum_steps=self.grad_accum_steps,
+            log_every=self.log_every,
+            eval_batches=self.eval_batches,
+            checkpoint_every=self.checkpoint_every,
+            keep_checkpoints=self.keep_checkpoints,
+        )
+        _require(self.dtype in ('float32', 'bfloat16'), 'train.dtype', self.dtype, "'float32' or 'bfloat16'")
+        _require(self.remat in ('none', 'layer'), 'train.remat', self.remat, "'none' or 'layer'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything one run needs."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.data.batch_size % self.train.grad_accum_steps == 0,
+            'data.batch_size',
+            self.data.batch_size,
+            f'a multiple of train.grad_accum_steps ({self.train.grad_accum_steps})',
+        )
+        _require(
+            self.optimizer.warmup_steps < self.train.num_steps,
+            'optimizer.warmup_steps',
+            self.optimizer.warmup_steps,
+            f'fewer than train.num_steps ({self.train.num_steps})',
+        )
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain JSON-able dict of any config dataclass."""
+    return dataclasses.asdict(config)
+
+
+def model_config_from_dict(fields: dict[str, Any]) -> ModelConfig:
+    """Inverse of `to_dict` for a ModelConfig, also after a trip through JSON (lists become tuples)."""
+    fields = dict(fields)
+    linear = dict(fields.pop('linear_attn_config'))
+    for key in ('kda_layers', 'full_attn_layers'):
+        linear[key] = tuple(linear[key])
+    return ModelConfig(linear_attn_config=LinearAttnConfig(**linear), **fields)

@@ -1,0 +1,178 @@
+"""Which parameters a model has: every leaf's path, shape and stored dtype, per layer, as on disk.
+
+Shapes are the release's own ([out, in] matrices, head-major rows); the routed experts of a layer are stacked on a
+leading axis E. The model, the converter and the parameter counter all read this one table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from k3jax.config import ModelConfig
+
+MX_GROUP = 32  # weights that share one E8M0 scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter array: its shape, its logical axes (one name a dimension) and the dtype the release stores."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str = 'bfloat16'
+    init: str = 'normal'  # normal | ones | zeros | A_log | dt_bias | conv
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+Tree = dict[str, Any]
+
+
+def _norm(size: int, axis: str | None = None, dtype: str = 'bfloat16') -> Leaf:
+    return Leaf((size,), (axis,), dtype, 'ones')
+
+
+def kda_leaves(config: ModelConfig) -> Tree:
+    """The `self_attn` leaves of a KDA layer. P = heads x head_dim."""
+    c, d = config.linear_attn_config, config.hidden_size
+    p, rank = c.num_heads * c.head_dim, c.head_dim
+    wide = 'float32' if c.gate_lower_bound is not None else 'bfloat16'  # K3 stores conv and o_norm as F32
+    conv = Leaf((p, c.short_conv_kernel_size), ('kda_heads', None), wide, 'conv')
+    leaves = {
+        'q_proj': Leaf((p, d), ('kda_heads', 'embed')),
+        'k_proj': Leaf((p, d), ('kda_heads', 'embed')),
+        'v_proj': Leaf((p, d), ('kda_heads', 'embed')),
+        'q_conv1d': conv,
+        'k_conv1d': conv,
+        'v_conv1d': conv,
+        'f_a_proj': Leaf((rank, d), (None, 'embed')),
+        'f_b_proj': Leaf((p, rank), ('kda_heads', None)),
+        'b_proj': Leaf((c.num_heads, d), ('kda_heads', 'embed')),
+        'A_log': Leaf((c.num_heads,), ('kda_heads',), 'float32', 'A_log'),
+        'dt_bias': Leaf((p,), ('kda_heads',), 'float32', 'dt_bias'),
+        'o_norm': _norm(c.head_dim, dtype=wide),
+        'o_proj': Leaf((d, p), ('embed', 'kda_heads')),
+    }
+    if c.use_full_rank_gate:
+        leaves['g_proj'] = Leaf((p, d), ('kda_heads', 'embed'))
+    else:
+        leaves['g_a_proj'] = Leaf((rank, d), (None, 'embed'))
+        leaves['g_b_proj'] = Leaf((p, rank), ('kda_heads', None))
+    return leaves
+
+
+def mla_leaves(config: ModelConfig) -> Tree:
+    """The `self_attn` leaves of an MLA layer."""
+    d, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    queries = heads * config.qk_head_dim
+    leaves = {
+        'kv_a_proj_with_mqa': Leaf((latent + config.qk_rope_head_dim, d), (None, 'embed')),
+        'kv_a_layernorm': _norm(latent),
+        'kv_b_proj': Leaf((heads * (config.qk_nope_head_dim + config.v_head_dim), latent), ('heads', None)),
+        'o_proj': Leaf((d, heads * config.v_head_dim), ('embed', 'heads')),
+    }
+    if config.q_lora_rank is None:
+        leaves['q_proj'] = Leaf((queries, d), ('heads', 'embed'))
+    else:
+        leaves['q_a_proj'] = Leaf((config.q_lora_rank, d), (None, 'embed'))
+        leaves['q_a_layernorm'] = _norm(config.q_lora_rank)
+        leaves['q_b_proj'] = Leaf((queries, config.q_lora_rank), ('heads', None))
+    if config.mla_use_output_gate:
+        leaves['g_proj'] = Leaf((heads * config.v_head_dim, d), ('heads', 'embed'))
+    return leaves
+
+
+def mlp_leaves(hidden: int, inner: int) -> Tree:
+    """A gated MLP of width `inner`."""
+    return {
+        'gate_proj': Leaf((inner, hidden), ('mlp', 'embed')),
+        'up_proj': Leaf((inner, hidden), ('mlp', 'embed')),
+        'down_proj': Leaf((hidden, inner), ('embed', 'mlp')),
+    }
+
+
+def expert_leaves(config: ModelConfig) -> Tree:
+    """The routed experts of one layer: w1 gate, w3 up, w2 down; bf16, or MXFP4 codes and E8M0 scales."""
+    e, f, width = config.num_experts, config.moe_intermediate_size, config.expert_input_size
+    leaves = {}
+    for name, out, inp, axes in (
+        ('w1', f, width, ('expert', 'expert_mlp', 'embed')),
+        ('w3', f, width, ('expert', 'expert_mlp', 'embed')),
+        ('w2', width, f, ('expert', 'embed', 'expert_mlp')),
+    ):
+        if config.experts_format == 'bf16':
+            leaves[name] = Leaf((e, out, inp), axes)
+        else:
+            leaves[f'{name}_packed'] = Leaf((e, out, inp // 2), axes, 'uint8', 'zeros')
+            leaves[f'{name}_scale'] = Leaf((e, out, inp // MX_GROUP), axes, 'uint8', 'zeros')
+    return leaves
+
+
+def moe_leaves(config: ModelConfig) -> Tree:
+    """The `block_sparse_moe` leaves."""
+    d, e = config.hidden_size, config.num_experts
+    bias_dtype = 'float32' if config.linear_attn_config.gate_lower_bound is not None else 'bfloat16'
+    leaves: Tree = {
+        'gate': Leaf((e, d), ('expert', 'embed')),
+        'e_score_correction_bias': Leaf((e,), ('expert',), bias_dtype, 'zeros'),
+        'experts': expert_leaves(config),
+    }
+    latent = config.routed_expert_hidden_size
+    if latent is not None:
+        leaves['routed_expert_down_proj'] = Leaf((latent, d), (None, 'embed'))
+        leaves['routed_expert_up_proj'] = Leaf((d, latent), ('embed', None))
+        if config.latent_moe_use_norm:
+            leaves['routed_expert_norm'] = _norm(latent)
+    if config.num_shared_experts:
+        leaves['shared_experts'] = mlp_leaves(d, config.shared_intermediate_size)
+    return leaves
+
+
+def _attn_res(config: ModelConfig, prefix: str) -> Tree:
+    d = config.hidden_size
+    return {f'{prefix}_norm': _norm(d), f'{prefix}_proj': Leaf((d,), (None,))}
+
+
+def layer_leaves(config: ModelConfig, layer: int) -> Tree:
+    """All leaves of 0-based `layer`."""
+    d = config.hidden_size
+    leaves: Tree = {
+        'input_layernorm': _norm(d),
+        'post_attention_layernorm': _norm(d),
+        'self_attn': kda_leaves(config) if config.is_kda(layer) else mla_leaves(config),
+    }
+    if config.attn_res_block_size is not None:
+        leaves |= _attn_res(config, 'self_attention_res') | _attn_res(config, 'mlp_res')
+    if config.is_moe(layer):
+        leaves['block_sparse_moe'] = moe_leaves(config)
+    else:
+        leaves['mlp'] = mlp_leaves(d, config.intermediate_size)
+    return leaves
+
+
+def global_leaves(config: ModelConfig) -> Tree:
+    """Embedding, final norm, readout and head."""
+    d, z = config.hidden_size, config.vocab_size
+    leaves: Tree = {
+        'embed_tokens': Leaf((z, d), ('vocab', 'embed')),
+        'norm': _norm(d),
+        'lm_head': Leaf((z, d), ('vocab', 'embed')),
+    }
+    if config.attn_res_block_size is not None:
+        leaves |= _attn_res(config, 'output_attn_res')
+    return leaves
+
+
+def model_leaves(config: ModelConfig) -> Tree:
+    """The whole on-disk tree: global leaves and `layers_0` .. `layers_{N-1}`."""
+    leaves = global_leaves(config)
+    for layer in range(config.num_hidden_layers):
+        leaves[f'layers_{layer}'] = layer_leaves(config, layer)
+    return leaves
