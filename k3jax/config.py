@@ -9,6 +9,7 @@ HiddenAct = Literal['situ', 'silu']
 ExpertsFormat = Literal['bf16', 'mxfp4']
 Dtype = Literal['float32', 'bfloat16']
 Remat = Literal['none', 'layer']
+Family = Literal['kimi_k3', 'kimi_linear']
 
 
 class ConfigError(ValueError):
@@ -56,9 +57,10 @@ class LinearAttnConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The text model of the Kimi family. Field names are the release's own (`config.json: text_config`)."""
+    """The text model. Field names are the release's own (`config.json: text_config`)."""
 
     name: str
+    family: Family  # whose release layout: tensor names, prefixes and stored dtypes
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -119,6 +121,12 @@ class ModelConfig:
             moe_intermediate_size=self.moe_intermediate_size,
             moe_layer_freq=self.moe_layer_freq,
         )
+        _require(
+            self.family in ('kimi_k3', 'kimi_linear'),
+            'model.family',
+            self.family,
+            "'kimi_k3' or 'kimi_linear'",
+        )
         kda, mla = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
         layers = list(range(1, self.num_hidden_layers + 1))
         _require(
@@ -134,9 +142,17 @@ class ModelConfig:
             f'1..num_experts ({self.num_experts})',
         )
         _require(
-            self.num_shared_experts >= 0, 'model.num_shared_experts', self.num_shared_experts, '0 or more'
+            self.num_shared_experts >= 0,
+            'model.num_shared_experts',
+            self.num_shared_experts,
+            '0 or more',
         )
-        _require(self.hidden_act in ('situ', 'silu'), 'model.hidden_act', self.hidden_act, "'situ' or 'silu'")
+        _require(
+            self.hidden_act in ('situ', 'silu'),
+            'model.hidden_act',
+            self.hidden_act,
+            "'situ' or 'silu'",
+        )
         _require(
             self.experts_format in ('bf16', 'mxfp4'),
             'model.experts_format',
@@ -160,7 +176,12 @@ class ModelConfig:
                 ('routed_expert_hidden_size', self.expert_input_size),
                 ('moe_intermediate_size', self.moe_intermediate_size),
             ):
-                _require(width % 32 == 0, f'model.{field}', width, 'a multiple of 32, the MXFP4 group size')
+                _require(
+                    width % 32 == 0,
+                    f'model.{field}',
+                    width,
+                    'a multiple of 32, the MXFP4 group size',
+                )
 
     @property
     def expert_input_size(self) -> int:
@@ -200,7 +221,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _positive(
-            'optimizer', learning_rate=self.learning_rate, eps=self.eps, grad_clip_norm=self.grad_clip_norm
+            'optimizer',
+            learning_rate=self.learning_rate,
+            eps=self.eps,
+            grad_clip_norm=self.grad_clip_norm,
         )
         _require(self.warmup_steps >= 0, 'optimizer.warmup_steps', self.warmup_steps, '0 or more')
         for name in ('b1', 'b2'):
@@ -264,7 +288,12 @@ class TrainConfig:
             checkpoint_every=self.checkpoint_every,
             keep_checkpoints=self.keep_checkpoints,
         )
-        _require(self.dtype in ('float32', 'bfloat16'), 'train.dtype', self.dtype, "'float32' or 'bfloat16'")
+        _require(
+            self.dtype in ('float32', 'bfloat16'),
+            'train.dtype',
+            self.dtype,
+            "'float32' or 'bfloat16'",
+        )
         _require(self.remat in ('none', 'layer'), 'train.remat', self.remat, "'none' or 'layer'")
 
 

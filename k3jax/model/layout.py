@@ -1,7 +1,7 @@
 """Which parameters a model has: every leaf's path, shape and stored dtype, per layer, as on disk.
 
-Shapes are the release's own ([out, in] matrices, head-major rows); the routed experts of a layer are stacked on a
-leading axis E. The model, the converter and the parameter counter all read this one table.
+Shapes are the release's own ([out, in] matrices, head-major rows); the routed experts of a layer
+are stacked on a leading axis E. The model, the converter and the parameter counter all read this one table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MX_GROUP = 32  # weights that share one E8M0 scale
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter array: its shape, its logical axes (one name a dimension) and the dtype the release stores."""
+    """One parameter array: shape, logical axes (one a dimension) and the dtype the release stores."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -39,11 +39,16 @@ def _norm(size: int, axis: str | None = None, dtype: str = 'bfloat16') -> Leaf:
     return Leaf((size,), (axis,), dtype, 'ones')
 
 
+def _wide_dtype(config: ModelConfig) -> str:
+    """K3 stores conv, o_norm and the correction bias as F32, Kimi Linear as BF16."""
+    return 'float32' if config.family == 'kimi_k3' else 'bfloat16'
+
+
 def kda_leaves(config: ModelConfig) -> Tree:
     """The `self_attn` leaves of a KDA layer. P = heads x head_dim."""
     c, d = config.linear_attn_config, config.hidden_size
     p, rank = c.num_heads * c.head_dim, c.head_dim
-    wide = 'float32' if c.gate_lower_bound is not None else 'bfloat16'  # K3 stores conv and o_norm as F32
+    wide = _wide_dtype(config)
     conv = Leaf((p, c.short_conv_kernel_size), ('kda_heads', None), wide, 'conv')
     leaves = {
         'q_proj': Leaf((p, d), ('kda_heads', 'embed')),
@@ -75,7 +80,9 @@ def mla_leaves(config: ModelConfig) -> Tree:
     leaves = {
         'kv_a_proj_with_mqa': Leaf((latent + config.qk_rope_head_dim, d), (None, 'embed')),
         'kv_a_layernorm': _norm(latent),
-        'kv_b_proj': Leaf((heads * (config.qk_nope_head_dim + config.v_head_dim), latent), ('heads', None)),
+        'kv_b_proj': Leaf(
+            (heads * (config.qk_nope_head_dim + config.v_head_dim), latent), ('heads', None)
+        ),
         'o_proj': Leaf((d, heads * config.v_head_dim), ('embed', 'heads')),
     }
     if config.q_lora_rank is None:
@@ -118,10 +125,9 @@ def expert_leaves(config: ModelConfig) -> Tree:
 def moe_leaves(config: ModelConfig) -> Tree:
     """The `block_sparse_moe` leaves."""
     d, e = config.hidden_size, config.num_experts
-    bias_dtype = 'float32' if config.linear_attn_config.gate_lower_bound is not None else 'bfloat16'
     leaves: Tree = {
         'gate': Leaf((e, d), ('expert', 'embed')),
-        'e_score_correction_bias': Leaf((e,), ('expert',), bias_dtype, 'zeros'),
+        'e_score_correction_bias': Leaf((e,), ('expert',), _wide_dtype(config), 'zeros'),
         'experts': expert_leaves(config),
     }
     latent = config.routed_expert_hidden_size
