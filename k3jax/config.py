@@ -1,4 +1,4 @@
-"""What can be configured: frozen dataclasses whose validation says what came, what was wanted, and where."""
+"""What can be configured: frozen dataclasses; validation says got, wanted and where."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ModelConfig:
     qk_rope_head_dim: int  # present but never rotated
     v_head_dim: int
     mla_use_output_gate: bool = False
-    # UNCONFIRMED: the reference builds the latent norms with its class default, other ports use 1e-5.
+    # UNCONFIRMED: the reference uses its norm class's default here, some ports 1e-5.
     mla_latent_norm_eps: float = 1e-6
 
     linear_attn_config: LinearAttnConfig
@@ -327,7 +327,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def model_config_from_dict(fields: dict[str, Any]) -> ModelConfig:
-    """Inverse of `to_dict` for a ModelConfig, also after a trip through JSON (lists become tuples)."""
+    """Inverse of `to_dict` for a ModelConfig, also after JSON made its tuples lists."""
     fields = dict(fields)
     linear = dict(fields.pop('linear_attn_config'))
     for key in ('kda_layers', 'full_attn_layers'):

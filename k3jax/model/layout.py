@@ -1,7 +1,7 @@
 """Which parameters a model has: every leaf's path, shape and stored dtype, per layer, as on disk.
 
 Shapes are the release's own ([out, in] matrices, head-major rows); the routed experts of a layer
-are stacked on a leading axis E. The model, the converter and the parameter counter all read this one table.
+are stacked on a leading axis E. The model, the converter and the parameter counter read this table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MX_GROUP = 32  # weights that share one E8M0 scale
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter array: shape, logical axes (one a dimension) and the dtype the release stores."""
+    """One parameter array: shape, logical axes (one a dimension), the dtype the release stores."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -106,7 +106,7 @@ def mlp_leaves(hidden: int, inner: int) -> Tree:
 
 
 def expert_leaves(config: ModelConfig) -> Tree:
-    """The routed experts of one layer: w1 gate, w3 up, w2 down; bf16, or MXFP4 codes and E8M0 scales."""
+    """The routed experts of one layer: w1 gate, w3 up, w2 down; bf16, or MXFP4 codes and scales."""
     e, f, width = config.num_experts, config.moe_intermediate_size, config.expert_input_size
     leaves = {}
     for name, out, inp, axes in (
