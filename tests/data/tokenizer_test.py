@@ -1,0 +1,267 @@
+"""The tokenizer: K3's slots and ids, exact round trips, and errors that name the place."""
+
+import base64
+import json
+import pathlib
+import time
+
+import numpy as np
+import pytest
+
+from k3jax.data import tokenizer as tokenizer_lib
+
+REAL_VOCAB = pathlib.Path(__file__).parents[2] / '../shared/data/tiktoken.model'
+
+TEXTS = [
+    '',
+    'def f(x):\n    return x + 1\n',
+    'naïve café Ünïcode, "quotes" and it\'s WE\'LL',
+    '月之暗面 Kimi 的中文 and 日本語テキスト',
+    '🚀👩‍👩‍👧‍👦 emoji \u200d joiners',
+    ' ' * 300 + 'x' + '\n\n\r\n\t' * 20,
+    '1234567890 3.14159 ٣٤',
+    'a\x00b\x1f\x7f',
+    '<|open|> [EOS] <|end_of_msg|>',
+]
+
+
+def write_vocab(folder, tokens):
+    lines = [b'%s %d\n' % (base64.b64encode(t), i) for i, t in enumerate(tokens)]
+    (folder / 'tiktoken.model').write_bytes(b''.join(lines))
+
+
+def small_tokens():
+    return [bytes([b]) for b in range(256)] + [b'th', b'the', b' the', b'in', b'ing', b'aa']
+
+
+@pytest.fixture
+def small(tmp_path):
+    write_vocab(tmp_path, small_tokens())
+    return tokenizer_lib.load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope='module')
+def real(tmp_path_factory):
+    if not REAL_VOCAB.exists():
+        pytest.skip(f'needs the released vocabulary at {REAL_VOCAB}')
+    folder = tmp_path_factory.mktemp('real')
+    (folder / 'tiktoken.model').write_bytes(REAL_VOCAB.read_bytes())
+    return tokenizer_lib.load_tokenizer(folder)
+
+
+def test_byte_tokenizer_has_one_id_a_byte_and_256_special_tokens():
+    tok = tokenizer_lib.byte_tokenizer()
+    assert tok.vocab_size == 512
+    assert tok.encode('aé') == [97, 0xC3, 0xA9]
+    assert (tok.bos_id, tok.eos_id, tok.end_of_msg_id, tok.pad_id) == (256, 257, 258, 511)
+    assert tok.decode([256, 259, 97, 264]) == '[BOS]<|open|>a<|reserved_token_264|>'
+
+
+def test_none_and_bytes_name_the_byte_tokenizer():
+    assert tokenizer_lib.load_tokenizer(None).vocab_size == 512
+    assert tokenizer_lib.load_tokenizer('bytes').vocab_size == 512
+
+
+@pytest.mark.parametrize('text', TEXTS)
+def test_round_trip_of_bytes_and_of_a_small_vocabulary(small, text):
+    for tok in (tokenizer_lib.byte_tokenizer(), small):
+        ids = tok.encode(text)
+        assert tok.decode(ids) == text
+        assert max(ids, default=0) < tok.num_ranks
+        np.testing.assert_array_equal(tok.encode_array(text), ids)
+        assert tok.decode(tok.encode(text, allow_special=True)) == text
+
+
+def test_merges_follow_the_ranks(small):
+    assert small.encode('the the') == [257, 258]
+    assert small.encode('thing') == [256, 260]
+
+
+def test_special_text_is_ordinary_unless_allowed(small):
+    text = 'a<|open|>b'
+    assert small.encode(text, allow_special=True) == [97, small.num_ranks + 3, 98]
+    assert small.encode(text) == list(text.encode())
+
+
+def test_lone_surrogates_are_replaced(small):
+    for tok in (tokenizer_lib.byte_tokenizer(), small):
+        assert tok.decode(tok.encode('a\ud800b')) == 'a\ufffdb'
+        assert tok.decode(tok.encode('a\ud83d\ude80b')) == 'a🚀b'
+
+
+def test_invalid_utf8_is_replaced_and_bytes_are_kept():
+    tok = tokenizer_lib.byte_tokenizer()
+    assert tok.decode([0xE6, 97]) == '\ufffda'
+    assert tok.decode_bytes([0xE6, 97]) == b'\xe6a'
+
+
+@pytest.mark.parametrize('bad', [-1, 512, 163_584])
+def test_decode_names_an_id_out_of_range(bad):
+    with pytest.raises(ValueError, match=rf'position 1: got {bad}, wanted 0\.\.511'):
+        tokenizer_lib.byte_tokenizer().decode([5, bad])
+
+
+def test_token_byte_lengths_add_up_to_the_text(small):
+    for tok in (tokenizer_lib.byte_tokenizer(), small):
+        lengths = tok.token_byte_lengths()
+        assert lengths.shape == (tok.vocab_size,) and lengths.dtype == np.int32
+        assert lengths[tok.num_ranks :].sum() == 0
+        for text in TEXTS:
+            assert lengths[tok.encode_array(text)].sum() == len(text.encode())
+
+
+def chunks_one_character_at_a_time(text, max_chunk, max_run):
+    """The chunking as its definition reads, slowly."""
+    for start in range(0, len(text), max_chunk):
+        piece = text[start : start + max_chunk]
+        begin, run = 0, 0
+        for i, c in enumerate(piece):
+            run = run + 1 if i and c.isspace() == piece[i - 1].isspace() else 1
+            if run > max_run:
+                yield piece[begin:i]
+                begin, run = i, 1
+        yield piece[begin:]
+
+
+def test_chunks_cut_at_the_25001st_character_of_a_run(monkeypatch):
+    def lengths(text):
+        return [len(chunk) for chunk in tokenizer_lib._chunks(text)]
+
+    assert lengths('x' * 25_000 + ' ' * 25_000) == [50_000]
+    assert lengths('x' * 25_001) == [25_000, 1]
+    assert lengths('ab ' + ' ' * 60_000) == [25_002, 25_000, 10_001]
+    assert lengths('a b' * 300_000) == [400_000, 400_000, 100_000]
+
+    monkeypatch.setattr(tokenizer_lib, '_MAX_CHUNK', 29)
+    monkeypatch.setattr(tokenizer_lib, '_MAX_RUN', 4)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        text = ''.join(rng.choice(list('ab \n\x1f\u3000'), size=rng.integers(1, 90)).tolist())
+        text = text.replace('a', 'aaa').replace(' ', '   ')
+        expected = list(chunks_one_character_at_a_time(text, 29, 4))
+        assert list(tokenizer_lib._chunks(text)) == expected
+
+
+def test_a_run_is_not_merged_across_its_cut(small):
+    # Token 261 is 'aa'; 25,001 letters would otherwise end in 12,500 pairs and a single letter.
+    ids = small.encode('a' * 25_003)
+    assert ids == [261] * 12_500 + [261, 97]
+    ids = small.encode('b' + 'a' * 25_002)
+    assert ids == [98] + [261] * 12_499 + [97, 261, 97]
+
+
+def test_a_missing_vocabulary_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no tiktoken\.model here.*ask for 'bytes'"):
+        tokenizer_lib.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'line, wrong',
+    [
+        (b'IQ==', 'IQ=='),
+        (b'!!! 3', '!!! 3'),
+        (b'IQ== three', 'three'),
+        (b'IQ== 7', 'got rank 7, wanted 3'),
+        (b'AA== 3', 'no earlier line'),
+    ],
+)
+def test_a_damaged_vocabulary_names_the_line(tmp_path, line, wrong):
+    write_vocab(tmp_path, [bytes([b]) for b in range(3)])
+    path = tmp_path / 'tiktoken.model'
+    path.write_bytes(path.read_bytes() + line + b'\n')
+    with pytest.raises(ValueError, match=f'line 4.*{wrong}'):
+        tokenizer_lib.load_tokenizer(tmp_path)
+
+
+def test_a_truncated_vocabulary_misses_bytes(tmp_path):
+    write_vocab(tmp_path, [bytes([b]) for b in range(200)])
+    with pytest.raises(ValueError, match='no token for byte 0xc8'):
+        tokenizer_lib.load_tokenizer(tmp_path)
+    (tmp_path / 'tiktoken.model').write_bytes(b'')
+    with pytest.raises(ValueError, match='got no tokens'):
+        tokenizer_lib.load_tokenizer(tmp_path)
+
+
+def test_tokenizer_config_names_the_special_tokens(tmp_path):
+    write_vocab(tmp_path, small_tokens())
+    config = tmp_path / 'tokenizer_config.json'
+    added = {'262': {'content': '[BOS]'}, '264': {'content': '<|im_end|>', 'special': True}}
+    config.write_text(json.dumps({'added_tokens_decoder': added}))
+    tok = tokenizer_lib.load_tokenizer(tmp_path)
+    assert tok.encode('[BOS]<|im_end|>', allow_special=True) == [262, 264]
+    assert tok.decode([265]) == '<|reserved_token_265|>'
+    assert tok.end_of_msg_id == 264
+
+    config.write_text(json.dumps({'model_max_length': 1}))
+    assert tokenizer_lib.load_tokenizer(tmp_path).decode([264]) == '<|end_of_msg|>'
+
+    config.write_text(json.dumps({'added_tokens_decoder': {'7': {'content': '[BOS]'}}}))
+    with pytest.raises(ValueError, match=r"'\[BOS\]': got id 7, wanted 262\.\.517"):
+        tokenizer_lib.load_tokenizer(tmp_path)
+
+    twice = {'262': {'content': 'x'}, '263': {'content': 'x'}}
+    config.write_text(json.dumps({'added_tokens_decoder': twice}))
+    with pytest.raises(ValueError, match="'x': got two ids"):
+        tokenizer_lib.load_tokenizer(tmp_path)
+
+    config.write_text('{')
+    with pytest.raises(ValueError, match='tokenizer_config.json: not JSON'):
+        tokenizer_lib.load_tokenizer(tmp_path)
+
+
+def test_released_ids(real):
+    assert real.vocab_size == 163_840
+    assert real.encode('think') == [39964]
+    assert real.encode('response') == [12092]
+    assert real.encode('message') == [2778]
+    assert real.encode('tools') == [25385]
+    assert real.encode(' role') == [6244]
+    assert real.encode('="') == [878]
+    assert real.encode('user') == [2482]
+    assert real.encode('assistant') == [69702]
+    assert real.encode('"') == [1]
+    assert real.encode(' <|open|> ') == [22652, 4454, 91, 29, 220]
+    specials = {
+        '[BOS]': 163584,
+        '[EOS]': 163585,
+        '<|end_of_msg|>': 163586,
+        '<|open|>': 163587,
+        '<|close|>': 163588,
+        '<|sep|>': 163589,
+        '[start_header_id]': 163590,
+        '[end_header_id]': 163591,
+        '<|reserved_token_163592|>': 163592,
+        '[EOT]': 163593,
+        '<|media_begin|>': 163602,
+        '<|media_content|>': 163603,
+        '<|media_end|>': 163604,
+        '<|media_pad|>': 163605,
+        '<osagent_mode>': 163649,
+        '[UNK]': 163838,
+        '[PAD]': 163839,
+    }
+    for text, token_id in specials.items():
+        assert real.encode(text, allow_special=True) == [token_id]
+        assert real.decode([token_id]) == text
+    assert (real.eos_id, real.end_of_msg_id, real.pad_id) == (163585, 163586, 163839)
+
+
+@pytest.mark.parametrize('text', TEXTS)
+def test_released_vocabulary_round_trip(real, text):
+    assert real.decode(real.encode(text)) == text
+    assert real.token_byte_lengths()[real.encode_array(text)].sum() == len(text.encode())
+
+
+def test_released_vocabulary_cuts_long_runs_where_the_original_does(real):
+    for text in ('a' * 60_000, ' ' * 60_000, '字' * 26_000):
+        pieces = [text[i : i + 25_000] for i in range(0, len(text), 25_000)]
+        assert real.encode(text) == [i for piece in pieces for i in real.encode(piece)]
+        assert real.decode(real.encode(text)) == text
+
+
+def test_released_vocabulary_is_quick_on_long_text(real):
+    text = pathlib.Path(tokenizer_lib.__file__).read_text() * 20
+    start = time.perf_counter()
+    ids = real.encode_array(text)
+    assert time.perf_counter() - start < 5
+    assert real.decode(ids) == text
