@@ -1,0 +1,112 @@
+"""KDA for callers: one function, three implementations, checked arguments."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.kda.chunked import chunked_kda
+from pallas_kernels.kda.gate import Gate, kda_gate
+from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
+from pallas_kernels.kda.segments import runs_of
+
+Implementation = Literal['reference', 'xla', 'pallas']
+
+
+def _check_shapes(q, k, v, g, beta, initial_state, segment_ids) -> None:
+    if q.ndim != 4:
+        raise ValueError(f'kda: q has shape {q.shape}, wanted [B, T, H, K]')
+    batch, length, heads, width = q.shape
+    if length == 0:
+        raise ValueError(f'kda: q has shape {q.shape}, wanted at least one token (T >= 1)')
+    wanted = {
+        'k': (k, (batch, length, heads, width)),
+        'g': (g, (batch, length, heads, width)),
+        'beta': (beta, (batch, length, heads)),
+        'v': (v, (batch, length, heads, v.shape[-1])),
+    }
+    if initial_state is not None:
+        wanted['initial_state'] = (initial_state, (batch, heads, width, v.shape[-1]))
+    if segment_ids is not None:
+        wanted['segment_ids'] = (segment_ids, (batch, length))
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(f'kda: {name} has shape {array.shape}, wanted {shape} for q {q.shape}')
+
+
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    gate: Gate | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    qk_l2norm: bool = False,
+    precision: Literal['default', 'precise'] = 'default',
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Kimi Delta Attention outputs and final state.
+
+    S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T;   o_t = S_t^T q_t
+
+    Args:
+      q, k: [B, T, H, K], L2-normalised and q scaled by K**-0.5; raw with `qk_l2norm=True`, which
+        does both.
+      v: [B, T, H, V].
+      g: [B, T, H, K], log decay, at most 0; with `gate`, the raw projection f.
+      beta: [B, T, H], in [0, 1].
+      gate: turns f into g (see `kda_gate`).
+      initial_state: [B, H, K, V] float32, or None for zeros; belongs to the first segment.
+      segment_ids: [B, T] int32, runs of equal ids, 0 = padding. Padded rows give o = 0, leave the
+        state unchanged and get zero gradients. The final state is that of the last real segment.
+      precision: 'default' follows the inputs (float32 inputs are computed in float32);
+        'precise' computes in float32 always.
+      implementation: 'reference' (token recurrence), 'xla' (chunked), 'pallas' (TPU), or None, the
+        best for the platform lowered for.
+
+    Returns:
+      o: [B, T, H, V] in v's dtype; final_state: [B, H, K, V] float32.
+
+    Raises:
+      ValueError: shapes or names disagree.
+      NotImplementedError: the named implementation does not support this platform or shape.
+
+    Source: Kimi Linear (arXiv 2510.26692), sections on KDA and its chunk form.
+    """
+    _check_shapes(q, k, v, g, beta, initial_state, segment_ids)
+    if precision not in ('default', 'precise'):
+        raise ValueError(f"kda: precision is {precision!r}, wanted 'default' or 'precise'")
+    if gate is not None:
+        g = kda_gate(g, *gate)
+    if qk_l2norm:
+        q = l2_normalize(q) * q.shape[-1] ** -0.5
+        k = l2_normalize(k)
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    if initial_state is None:
+        shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+        initial_state = jnp.zeros(shape, wide)
+    initial_state = initial_state.astype(wide)
+    runs = None if segment_ids is None else runs_of(segment_ids)
+    match implementation:
+        case 'reference':
+            o, final = recurrent_kda(q, k, v, g, beta, initial_state, runs)
+        case None | 'xla':
+            exact = precision == 'precise' or v.dtype != jnp.bfloat16
+            chosen = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+            o, final = chunked_kda(q, k, v, g, beta, initial_state, runs, chosen)
+        case 'pallas':
+            raise NotImplementedError(
+                "kda: implementation 'pallas' has no kernel for this platform; use 'xla'"
+            )
+        case _:
+            raise ValueError(
+                f'kda: implementation is {implementation!r}, '
+                "wanted 'reference', 'xla', 'pallas' or None"
+            )
+    return o.astype(v.dtype), final
