@@ -1,4 +1,4 @@
-"""How text becomes token ids and back: Kimi's byte-level BPE, or plain bytes with the same special tokens."""
+"""How text becomes token ids and back: Kimi's byte-level BPE, or bytes and the same specials."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _without_surrogates(text: str) -> str:
-    """`text` with surrogate pairs joined and lone surrogates replaced, so that it has UTF-8 bytes."""
+    """`text` with surrogate pairs joined and lone ones replaced, so that it has UTF-8 bytes."""
     try:
         text.encode('utf-8')
     except UnicodeEncodeError:
@@ -101,8 +101,8 @@ class Tokenizer:
     Attributes:
       vocab_size: number of ranks + 256.
       num_ranks: number of ordinary tokens, which is also the id of the first special token.
-      bos_id, eos_id, end_of_msg_id, pad_id: ids of special slots 0, 1, 2 and 255. Documents end with
-        `eos_id`, chat messages with `end_of_msg_id`.
+      bos_id, eos_id, end_of_msg_id, pad_id: ids of special slots 0, 1, 2 and 255. Documents end
+        with `eos_id`, chat messages with `end_of_msg_id`.
       special_tokens: text -> id of all 256.
     """
 
@@ -230,9 +230,9 @@ def load_tokenizer(folder: str | epath.PathLike | None) -> Tokenizer:
     """The tokenizer of a release folder, or the byte tokenizer for None and 'bytes'.
 
     Args:
-      folder: local or gs:// folder with `tiktoken.model`. Where it also holds `tokenizer_config.json`
-        with `added_tokens_decoder`, that names the special tokens: Kimi Linear and K2 call the same
-        slots otherwise than K3.
+      folder: local or gs:// folder with `tiktoken.model`. Where `tokenizer_config.json` beside it
+        has `added_tokens_decoder`, that names the special tokens: Kimi Linear and K2 call the
+        same slots otherwise than K3.
 
     Raises:
       ValueError: a missing, unreadable or contradictory file; the message names it.
@@ -279,8 +279,8 @@ def _parse_ranks(data: bytes, where: str) -> dict[bytes, int]:
             )
         if not token or token in ranks:
             raise ValueError(
-                f'{where}, line {number}: got token {token!r}, wanted one that no earlier line has; '
-                'the file is damaged, fetch it again'
+                f'{where}, line {number}: got token {token!r}, wanted one that no earlier line '
+                'has; the file is damaged, fetch it again'
             )
         ranks[token] = rank
     if not ranks:
