@@ -1,0 +1,114 @@
+"""What the scripts share: the flags that make a config, and how a script reports a mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from k3jax import config as config_lib
+from k3jax import overrides
+
+_USER_ERRORS = (ValueError, NotImplementedError, OSError)
+_CONFIG, _SET, _WORKDIR = 'config', 'set', 'workdir'
+
+_DEBUG = flags.DEFINE_bool('debug', False, 'Show the traceback of an error.')
+
+
+def define_config_flags(*, config: str | None = None, workdir: str | None = None) -> None:
+    """Registers --config, --set and --workdir, with defaults; for scripts that start from a config.
+
+    Args:
+      config, workdir: defaults; without one the flag must be given.
+    """
+    flags.DEFINE_string(
+        _CONFIG,
+        config,
+        'Python file with get_config(), such as configs/NAME.py.',
+        required=not config,
+    )
+    flags.DEFINE_multi_string(
+        _SET, [], 'path=value that changes the config, such as data.batch_size=16; may be repeated.'
+    )
+    flags.DEFINE_string(
+        _WORKDIR, workdir, 'Folder for all results, local or gs://.', required=not workdir
+    )
+
+
+def load_config() -> config_lib.Config:
+    """The config that --config and --set ask for.
+
+    Raises:
+      ValueError: the file is not there, is not a config, or --set does not fit it.
+    """
+    return overrides.apply_overrides(config_from_file(flags.FLAGS.config), flags.FLAGS.set)
+
+
+def config_from_file(path: str) -> config_lib.Config:
+    """What `get_config()` of a Python file returns.
+
+    Raises:
+      ValueError: there is no such file, or no such function in it, or it returns something else.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise ValueError(f'--config: got {path!r}, which is not a file; {_available(file)}')
+    spec = importlib.util.spec_from_file_location(f'k3jax_config_{file.stem}', file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f'--config: got {path!r}, wanted a Python file; {_available(file)}')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    get_config = getattr(module, 'get_config', None)
+    if get_config is None:
+        raise ValueError(f'--config: {path} has no get_config(); {_available(file)}')
+    config = get_config()
+    if not isinstance(config, config_lib.Config):
+        raise ValueError(
+            f'--config: get_config() of {path} returned a {type(config).__name__}, wanted a '
+            'k3jax.config.Config'
+        )
+    return config
+
+
+def run_main(main: Callable[[Sequence[str]], Any]) -> None:
+    """Parses the flags, runs `main(argv)` and exits.
+
+    A user's mistake (ValueError, NotImplementedError, OSError) becomes one line on stderr and exit
+    code 1; --debug keeps the traceback. Ctrl-C exits with 130. Anything else is a bug of ours and
+    shows its traceback.
+    """
+
+    def guarded(argv: Sequence[str]) -> Any:
+        try:
+            if len(argv) > 1:
+                raise ValueError(f'arguments: got {" ".join(argv[1:])!r}, wanted only --flag=value')
+            return main(argv)
+        except _USER_ERRORS as e:
+            if _DEBUG.value:
+                traceback.print_exc()
+            message = ' '.join(str(e).split()) or type(e).__name__
+            print(f'error: {message}', file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print('interrupted', file=sys.stderr)
+            return 130
+
+    app.run(guarded)
+
+
+def _available(file: pathlib.Path) -> str:
+    """The configs that could have been meant: those beside `file`, or else those of the project."""
+    for folder in (file.parent, pathlib.Path('configs')):
+        found = [
+            str(path)
+            for path in sorted(folder.glob('*.py'))
+            if not path.name.startswith('_') and 'def get_config' in path.read_text()
+        ]
+        if found:
+            return f'there are: {", ".join(found)}'
+    return 'wanted a Python file with get_config(), such as those in configs/'
