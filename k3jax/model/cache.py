@@ -1,0 +1,71 @@
+"""What decoding remembers: KDA states and convolution tails, MLA latents."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.config import ModelConfig
+from k3jax.model.plan import Plan, stacks
+
+
+class KDACache(NamedTuple):
+    """state: [B, H, K, V] float32. q_tail, k_tail, v_tail: [B, W - 1, P], rows before the conv."""
+
+    state: jax.Array
+    q_tail: jax.Array
+    k_tail: jax.Array
+    v_tail: jax.Array
+
+
+class MLACache(NamedTuple):
+    """latent: [B, S, R] after its norm. key: [B, S, rope dims], shared by all heads."""
+
+    latent: jax.Array
+    key: jax.Array
+
+
+class Cache(NamedTuple):
+    """length: [B] int32, tokens seen. layers: nested and stacked as the parameters are."""
+
+    length: jax.Array
+    layers: dict[str, Any]
+
+
+def _layer_cache(
+    config: ModelConfig, layer: int, lead: tuple[int, ...], batch: int, size: int, dtype: jnp.dtype
+) -> KDACache | MLACache:
+    if not config.is_kda(layer):
+        return MLACache(
+            jnp.zeros((*lead, batch, size, config.kv_lora_rank), dtype),
+            jnp.zeros((*lead, batch, size, config.qk_rope_head_dim), dtype),
+        )
+    c = config.linear_attn_config
+    tail = jnp.zeros((*lead, batch, c.short_conv_kernel_size - 1, c.num_heads * c.head_dim), dtype)
+    state = jnp.zeros((*lead, batch, c.num_heads, c.head_dim, c.head_dim), jnp.float32)
+    return KDACache(state, tail, tail, tail)
+
+
+def init_cache(config: ModelConfig, plan: Plan, batch: int, size: int, dtype: jnp.dtype) -> Cache:
+    """An empty cache for `batch` sequences of up to `size` tokens.
+
+    Raises:
+      ValueError: size is not positive or above `max_position_embeddings`.
+    """
+    if not 0 < size <= config.max_position_embeddings:
+        raise ValueError(
+            f'cache size: got {size}, wanted 1..{config.max_position_embeddings} '
+            '(model.max_position_embeddings)'
+        )
+    layers: dict[str, Any] = {}
+    for stack in stacks(plan):
+        node = layers
+        for name in stack.path[:-1]:
+            node = node.setdefault(name, {})
+        lead = stack.layers.shape
+        node[stack.path[-1]] = _layer_cache(
+            config, int(stack.layers.flat[0]), lead, batch, size, dtype
+        )
+    return Cache(jnp.zeros((batch,), jnp.int32), layers)

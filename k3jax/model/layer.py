@@ -1,0 +1,193 @@
+"""One decoder layer, and how runs of equal layers are scanned."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from k3jax.config import ModelConfig, Remat
+from k3jax.model.attn_res import Flag, attn_res_mix, push_snapshot
+from k3jax.model.kda import kda_mixer
+from k3jax.model.layout import layer_leaves
+from k3jax.model.mla import mla_mixer
+from k3jax.model.moe import activation_of, gated_mlp, moe
+from k3jax.model.norms import rms_norm
+from k3jax.model.param import declare
+from k3jax.model.plan import Block, Segment
+
+
+class Depth(NamedTuple):
+    """What layers share inside one attention-residual block.
+
+    bank: [N, B, T, D] snapshots, or None in a model with plain residuals; num_live of them count.
+    """
+
+    bank: jax.Array | None
+    num_live: jax.Array | int
+
+
+class Sequence(NamedTuple):
+    """What layers know of the tokens: segment ids [B, T] or None; cached tokens [B] or None."""
+
+    segment_ids: jax.Array | None
+    length: jax.Array | None
+
+
+class Run(NamedTuple):
+    """How the model runs: dtype of activations, of fresh parameters, and what to recompute."""
+
+    dtype: jnp.dtype
+    param_dtype: jnp.dtype | None = None
+    remat: Remat = 'none'
+
+
+class DecoderLayer(nn.Module):
+    """Mixer and feed-forward, each reading the attention residual (or the running sum)."""
+
+    config: ModelConfig
+    run: Run
+    layer: int  # any layer of its kind; it only selects the kind
+
+    @nn.compact
+    def __call__(
+        self, prefix: jax.Array, depth: Depth, sequence: Sequence, use_prefix: Flag, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """prefix [B, T, D] -> prefix after the layer, and the layer's cache.
+
+        use_prefix: whether the running sum is a candidate yet; at a block's first layer it is not.
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        leaves = layer_leaves(config, self.layer)
+        params = declare(self, leaves, config.initializer_range, self.run.param_dtype)
+
+        def read(name: str, use_prefix: Flag) -> jax.Array:
+            if depth.bank is None:
+                return prefix
+            return attn_res_mix(
+                depth.bank,
+                prefix,
+                params[f'{name}_norm'],
+                params[f'{name}_proj'],
+                num_live=depth.num_live,
+                use_prefix=use_prefix,
+                eps=eps,
+            )
+
+        x = rms_norm(read('self_attention_res', use_prefix), params['input_layernorm'], eps)
+        with jax.named_scope('self_attn'):
+            if config.is_kda(self.layer):
+                a, cache = kda_mixer(
+                    params['self_attn'], x, config, segment_ids=sequence.segment_ids, cache=cache
+                )
+            else:
+                a, cache = mla_mixer(
+                    params['self_attn'],
+                    x,
+                    config,
+                    segment_ids=sequence.segment_ids,
+                    cache=cache,
+                    length=sequence.length,
+                )
+        prefix = prefix + a
+        y = rms_norm(read('mlp_res', True), params['post_attention_layernorm'], eps)
+        if config.is_moe(self.layer):
+            with jax.named_scope('block_sparse_moe'):
+                m = moe(params['block_sparse_moe'], y, config)
+        else:
+            with jax.named_scope('mlp'):
+                m = gated_mlp(params['mlp'], y, activation_of(config))
+        return prefix + m, cache
+
+
+class _Segment(nn.Module):
+    """The layers of a segment once; `start` is true in the first repeat of a block's start."""
+
+    config: ModelConfig
+    run: Run
+    segment: Segment
+    first: int
+
+    @nn.compact
+    def __call__(self, prefix, start, cache, depth, sequence):
+        wrap = DecoderLayer
+        if self.run.remat == 'layer':
+            wrap = nn.remat(DecoderLayer, prevent_cse=False)
+        caches = {}
+        for position in range(len(self.segment.specs)):
+            name = f'layer_{position}'
+            layer = wrap(self.config, self.run, self.first + position, name=name)
+            use_prefix = True
+            if position == 0 and start is not False:
+                use_prefix = False if start is True else jnp.logical_not(start)
+            own = None if cache is None else cache[name]
+            prefix, caches[name] = layer(prefix, depth, sequence, use_prefix, own)
+        return prefix, None if cache is None else caches
+
+
+class _Block(nn.Module):
+    """One attention-residual block: snapshot the running sum, restart it, run the segments."""
+
+    config: ModelConfig
+    run: Run
+    block: Block
+
+    @nn.compact
+    def __call__(self, carry, cache, sequence):
+        bank, num_live, prefix = carry
+        if bank is not None:
+            bank = push_snapshot(bank, prefix, num_live)
+            num_live = num_live + 1
+            prefix = jnp.zeros_like(prefix)
+        depth, caches = Depth(bank, num_live), {}
+        for segment in self.block.segments:
+            own = None if cache is None else cache[segment.name]
+            starts = segment.offset == 0 and bank is not None
+            args = (self.config, self.run, segment, self.block.first + segment.offset)
+            if segment.repeats == 1:
+                body = _Segment(*args, name=segment.name)
+                prefix, caches[segment.name] = body(prefix, starts, own, depth, sequence)
+                continue
+            scanned = nn.scan(
+                _Segment,
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=segment.repeats,
+                in_axes=(0 if starts else nn.broadcast, 0, nn.broadcast, nn.broadcast),
+            )(*args, name=segment.name)
+            start = jnp.arange(segment.repeats) == 0 if starts else False
+            prefix, caches[segment.name] = scanned(prefix, start, own, depth, sequence)
+        return (bank, num_live, prefix), None if cache is None else caches
+
+
+def run_block(
+    config: ModelConfig,
+    run: Run,
+    block: Block,
+    carry: tuple[jax.Array | None, int, jax.Array],
+    cache: Any,
+    sequence: Sequence,
+) -> tuple[tuple[jax.Array | None, int, jax.Array], Any]:
+    """Runs all repeats of `block` inside the calling module.
+
+    carry: (bank [N, B, T, D] or None, N, prefix [B, T, D]); the bank grows by a row a block.
+    """
+    bank, num_live, prefix = carry
+    if bank is not None:
+        bank = jnp.pad(bank, ((0, block.repeats), (0, 0), (0, 0), (0, 0)))
+    if block.repeats == 1:
+        return _Block(config, run, block, name=block.name)(
+            (bank, num_live, prefix), cache, sequence
+        )
+    scanned = nn.scan(
+        _Block,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=block.repeats,
+        in_axes=(0, nn.broadcast),
+    )(config, run, block, name=block.name)
+    carry = (bank, jnp.asarray(num_live, jnp.int32), prefix)
+    (bank, _, prefix), cache = scanned(carry, cache, sequence)
+    return (bank, num_live + block.repeats, prefix), cache

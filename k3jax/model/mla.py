@@ -1,0 +1,202 @@
+"""How MLA layers mix tokens: latent attention without positions, expanded or absorbed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from k3jax.config import ModelConfig
+from k3jax.model.cache import MLACache
+from k3jax.model.norms import project, rms_norm
+
+Params = dict[str, Any]
+
+QUERY_BLOCK = 512
+KEY_BLOCK = 512
+
+
+def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """q, k [B, T|S, H, qk]; v [B, S, H, V]; mask [B, T, S]. Rows without a key give 0."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum('bthk,bshk->bhts', q, k, preferred_element_type=wide)
+    scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    return jnp.einsum('bhts,bshv->bthv', weights.astype(v.dtype), v)
+
+
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    """Attention inside each document, of every token to itself and to what came before.
+
+    Long inputs go by blocks of queries, whose scores are recomputed in the backward pass.
+
+    Args: q, k [B, T, H, qk]; v [B, T, H, V]; segment_ids [B, T] runs, 0 = padding.
+    Returns: [B, T, H, V], 0 on padding.
+    """
+    batch, length = q.shape[:2]
+    position = jnp.arange(length)
+    if segment_ids is None:
+        segment_ids = jnp.ones((batch, length), jnp.int32)
+    run = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
+    run = jnp.where(segment_ids > 0, run, -1)
+
+    def block(q: jax.Array, run_q: jax.Array, position_q: jax.Array) -> jax.Array:
+        mask = (run_q[..., None] == run[:, None]) & (run_q >= 0)[..., None]
+        return _softmax_attention(q, k, v, mask & (position_q[:, None] >= position))
+
+    if length <= 2 * QUERY_BLOCK or length % QUERY_BLOCK:
+        return block(q, run, position)
+    split = (-1, QUERY_BLOCK)
+    q = jnp.moveaxis(q.reshape(batch, *split, *q.shape[2:]), 1, 0)
+    runs = jnp.moveaxis(run.reshape(batch, *split), 1, 0)
+    out = lax.map(lambda x: jax.checkpoint(block)(*x), (q, runs, position.reshape(split)))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length, *out.shape[3:])
+
+
+def _expand(params: Params, latent: jax.Array, key: jax.Array, config: ModelConfig):
+    """Per-head keys [B, S, H, qk] and values [B, S, H, V] of latents [B, S, R]."""
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    kv = project(latent, params['kv_b_proj'])
+    kv = kv.reshape(*latent.shape[:2], heads, nope + config.v_head_dim)
+    shared = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], heads, key.shape[-1]))
+    return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
+
+
+def cached_attention(
+    params: Params, q: jax.Array, cache: MLACache, position: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """Attention of new tokens to the cache they are already written to, by blocks of keys.
+
+    Blocks that no query reaches are not visited. Args: q [B, T, H, qk]; position [B, T], each
+    query's place in its sequence. Returns [B, T, H, V].
+    """
+    size = cache.latent.shape[1]
+    block = min(KEY_BLOCK, size)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+
+    def attend(q: jax.Array, position: jax.Array) -> jax.Array:
+        shape = (q.shape[0], q.shape[2], q.shape[1], 1)
+        # The last block is pulled back to end with the cache; what it repeats is masked.
+        num_blocks = jnp.minimum(jnp.max(position) // block + 1, -(-size // block))
+
+        def step(i, carry):
+            top, total, mixed = carry
+            start = jnp.minimum(i * block, size - block)
+            latent = lax.dynamic_slice_in_dim(cache.latent, start, block, axis=1)
+            key = lax.dynamic_slice_in_dim(cache.key, start, block, axis=1)
+            k, v = _expand(params, latent.astype(q.dtype), key.astype(q.dtype), config)
+            scores = jnp.einsum('bthk,bshk->bhts', q, k, preferred_element_type=wide)
+            place = start + jnp.arange(block)
+            seen = (place <= position[..., None]) & (place >= i * block)
+            scores = jnp.where(seen[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.exp(scores - new_top)
+            shrink = jnp.exp(top - new_top)
+            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+            read = jnp.einsum(
+                'bhts,bshv->bhtv', weights.astype(v.dtype), v, preferred_element_type=wide
+            )
+            return new_top, total, mixed * shrink + read
+
+        # Key 0 is visible to every query, so the first block makes `top` finite.
+        start = jnp.full(shape, -1e30, wide), jnp.zeros(shape, wide)
+        mixed = jnp.zeros((*shape[:3], config.v_head_dim), wide)
+        _, total, mixed = lax.fori_loop(0, num_blocks, step, (*start, mixed))
+        return jnp.moveaxis(mixed / total, 1, 2).astype(q.dtype)
+
+    batch, length = position.shape
+    if length <= QUERY_BLOCK or length % QUERY_BLOCK:
+        return attend(q, position)
+    split = (-1, QUERY_BLOCK)
+    q = jnp.moveaxis(q.reshape(batch, *split, *q.shape[2:]), 1, 0)
+    out = lax.map(lambda x: attend(*x), (q, jnp.moveaxis(position.reshape(batch, *split), 1, 0)))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, length, *out.shape[3:])
+
+
+def absorbed_attention(
+    params: Params, q: jax.Array, cache: MLACache, length: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """One query a sequence against the latents themselves: k_b moves to the query's side.
+
+    Args: q [B, H, qk]; length [B], tokens to attend to. Returns [B, H, V].
+    """
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    kv_b = params['kv_b_proj'].astype(q.dtype).reshape(heads, nope + config.v_head_dim, -1)
+    latent, key = cache.latent.astype(q.dtype), cache.key.astype(q.dtype)
+    q_latent = jnp.einsum('bhk,hkr->bhr', q[..., :nope], kv_b[:, :nope])
+    scores = jnp.einsum('bhr,bsr->bhs', q_latent, latent, preferred_element_type=wide)
+    scores += jnp.einsum('bhk,bsk->bhs', q[..., nope:], key, preferred_element_type=wide)
+    seen = jnp.arange(latent.shape[1]) < length[:, None]
+    scores = jnp.where(seen[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    mixed = jnp.einsum('bhs,bsr->bhr', weights, latent)
+    return jnp.einsum('bhr,hvr->bhv', mixed, kv_b[:, nope:])
+
+
+def _write(cache: MLACache, latent: jax.Array, key: jax.Array, position: jax.Array) -> MLACache:
+    """Stores rows at their positions; a position past the end (padding) is dropped."""
+    rows = jnp.arange(position.shape[0])[:, None]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[rows, position].set(new.astype(old.dtype), mode='drop')
+
+    return MLACache(put(cache.latent, latent), put(cache.key, key))
+
+
+def mla_mixer(
+    params: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    *,
+    segment_ids: jax.Array | None,
+    cache: MLACache | None,
+    length: jax.Array | None,
+) -> tuple[jax.Array, MLACache | None]:
+    """One MLA layer's attention output.
+
+    Args:
+      x: [B, T, D], normalised.
+      segment_ids: [B, T] or None; with a cache, 1 on real tokens and 0 on padding at the end.
+      cache, length: what came before and how many tokens that is [B], or None.
+
+    Returns:
+      [B, T, D], and the cache after x (None without one).
+
+    Source: Kimi K3 section "Gated MLA": no rotation, scale (nope + rope)^-0.5, sigmoid output gate.
+    """
+    batch, num_new, _ = x.shape
+    eps, latent_rank = config.mla_latent_norm_eps, config.kv_lora_rank
+    if config.q_lora_rank is None:
+        q = project(x, params['q_proj'])
+    else:
+        q = rms_norm(project(x, params['q_a_proj']), params['q_a_layernorm'], eps)
+        q = project(q, params['q_b_proj'])
+    q = q.reshape(batch, num_new, config.num_attention_heads, config.qk_head_dim)
+    compressed = project(x, params['kv_a_proj_with_mqa'])
+    latent = rms_norm(compressed[..., :latent_rank], params['kv_a_layernorm'], eps)
+    key = compressed[..., latent_rank:]
+    if cache is None:
+        k, v = _expand(params, latent, key, config)
+        o = causal_attention(q, k, v, segment_ids)
+    else:
+        position = length[:, None] + jnp.arange(num_new)
+        target = position
+        if segment_ids is not None:
+            target = jnp.where(segment_ids > 0, position, cache.latent.shape[1])
+        cache = _write(cache, latent, key, target)
+        if num_new == 1 and segment_ids is None:
+            o = absorbed_attention(params, q[:, 0], cache, length + 1, config)[:, None]
+        else:
+            o = cached_attention(params, q, cache, position, config)
+    o = o.reshape(batch, num_new, -1)
+    if config.mla_use_output_gate:
+        o = o * jax.nn.sigmoid(project(x, params['g_proj']))
+    return project(o, params['o_proj']), cache

@@ -1,0 +1,178 @@
+"""How depth folds into scans: equal blocks and equal runs of layers, found from the layer kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from k3jax.config import ModelConfig
+
+
+class LayerSpec(NamedTuple):
+    """What one layer is: its token mixer, its feed-forward kind, its attention-residual block."""
+
+    mixer: Literal['kda', 'mla']
+    ffn: Literal['dense', 'moe']
+    attn_res_block: int  # 0 where the model has none
+
+
+def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """One spec a layer, 0-based."""
+    size = config.attn_res_block_size or config.num_hidden_layers
+    return tuple(
+        LayerSpec(
+            'kda' if config.is_kda(layer) else 'mla',
+            'moe' if config.is_moe(layer) else 'dense',
+            layer // size,
+        )
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`repeats` copies in a row of the layers `specs`, the first at `offset` in its block."""
+
+    offset: int
+    specs: tuple[LayerSpec, ...]
+    repeats: int
+
+    @property
+    def name(self) -> str:
+        return f'segment_{self.offset}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """`repeats` attention-residual blocks in a row with the same segments, from layer `first`."""
+
+    first: int
+    segments: tuple[Segment, ...]
+    repeats: int
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(s.specs) * s.repeats for s in self.segments)
+
+    @property
+    def name(self) -> str:
+        return f'block_{self.first}'
+
+
+Plan = tuple[Block, ...]
+
+
+def _kinds(specs: tuple[LayerSpec, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((spec.mixer, spec.ffn) for spec in specs)
+
+
+def _segments(specs: tuple[LayerSpec, ...], scan: bool) -> tuple[Segment, ...]:
+    """Splits one block so that the fewest layer bodies remain."""
+    kinds, count = _kinds(specs), len(specs)
+
+    def cheapest(start: int, known: dict[int, tuple[int, tuple[Segment, ...]]]):
+        if start == count:
+            return 0, ()
+        if start in known:
+            return known[start]
+        best = None
+        for period in range(1, count - start + 1 if scan else 2):
+            repeats = 1
+            body = kinds[start : start + period]
+            while scan and kinds[start + repeats * period :][:period] == body:
+                repeats += 1
+            for used in {1, repeats}:
+                tail = cheapest(start + used * period, known)
+                cost = period + tail[0], 1 + len(tail[1])
+                if best is None or cost < best[0]:
+                    head = Segment(start, specs[start : start + period], used)
+                    best = cost, (head, *tail[1])
+        known[start] = best[0][0], best[1]
+        return known[start]
+
+    return cheapest(0, {})[1]
+
+
+def depth_plan(config: ModelConfig, *, scan: bool = True) -> Plan:
+    """The layers as blocks of segments; without `scan`, every layer stands alone."""
+    specs = layer_specs(config)
+    size = config.attn_res_block_size or config.num_hidden_layers
+    blocks: list[Block] = []
+    for first in range(0, len(specs), size):
+        segments = _segments(specs[first : first + size], scan)
+        previous = blocks[-1] if blocks else None
+        if scan and previous and _shape(previous.segments) == _shape(segments):
+            blocks[-1] = dataclasses.replace(previous, repeats=previous.repeats + 1)
+        else:
+            blocks.append(Block(first, segments, 1))
+    return tuple(blocks)
+
+
+def _shape(segments: tuple[Segment, ...]) -> tuple[Any, ...]:
+    return tuple((s.offset, s.repeats, _kinds(s.specs)) for s in segments)
+
+
+class Stack(NamedTuple):
+    """Where layers lie in the model's tree: a path, and the layer held at each leading index."""
+
+    path: tuple[str, ...]
+    layers: np.ndarray  # shape = the leading axes of every leaf at `path`
+
+
+def stacks(plan: Plan) -> Iterator[Stack]:
+    """Every layer body of the plan, in order."""
+    for block in plan:
+        for segment in block.segments:
+            for position in range(len(segment.specs)):
+                layers = np.arange(block.repeats)[:, None] * block.num_layers
+                layers = layers + np.arange(segment.repeats) * len(segment.specs)
+                layers = layers + block.first + segment.offset + position
+                if segment.repeats == 1:
+                    layers = layers[:, 0]
+                if block.repeats == 1:
+                    layers = layers[0]
+                yield Stack((block.name, segment.name, f'layer_{position}'), layers)
+
+
+def _map_together(function: Callable[..., Any], trees: list[Any]) -> Any:
+    if isinstance(trees[0], dict):
+        return {name: _map_together(function, [t[name] for t in trees]) for name in trees[0]}
+    return function(trees)
+
+
+def stack_params(params: dict[str, Any], plan: Plan, stack: Callable[[list[Any]], Any]) -> Any:
+    """The on-disk tree (`layers_0` ...) as the tree that the scanned model holds.
+
+    Args:
+      params: per-layer tree.
+      stack: joins equal leaves on a new leading axis (`np.stack`, `jnp.stack`).
+    """
+    out = {name: leaf for name, leaf in params.items() if not name.startswith('layers_')}
+    for path, layers in stacks(plan):
+
+        def join(leaves: list[Any], shape: tuple[int, ...] = layers.shape) -> Any:
+            if not shape:
+                return leaves[0]
+            return stack(leaves).reshape(*shape, *leaves[0].shape)
+
+        node = out
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = _map_together(join, [params[f'layers_{n}'] for n in layers.flat])
+    return out
+
+
+def unstack_params(params: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Inverse of `stack_params`."""
+    names = {block.name for block in plan}
+    out = {name: leaf for name, leaf in params.items() if name not in names}
+    for path, layers in stacks(plan):
+        node = params
+        for name in path:
+            node = node[name]
+        for index, layer in np.ndenumerate(layers):
+            out[f'layers_{layer}'] = _map_together(lambda leaf, i=index: leaf[0][i], [node])
+    return out
