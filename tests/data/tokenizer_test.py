@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import regex
 
 from k3jax.data import tokenizer as tokenizer_lib
 
@@ -108,6 +109,50 @@ def test_token_byte_lengths_add_up_to_the_text(small):
         assert lengths[tok.num_ranks :].sum() == 0
         for text in TEXTS:
             assert lengths[tok.encode_array(text)].sum() == len(text.encode())
+
+
+# The words of the release, written with lookaheads instead of class intersections.
+CASED_HEAD = r'(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])'
+CASED_TAIL = r'(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])'
+LEAD = r'[^\r\n\p{L}\p{N}]?'
+SUFFIX = r"(?:'(?:[sSſ]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD]))?"  # ſ is a lower-case S
+WORD = regex.compile(
+    rf'\p{{Han}}+|{LEAD}{CASED_HEAD}*{CASED_TAIL}+{SUFFIX}|{LEAD}{CASED_HEAD}+{CASED_TAIL}*{SUFFIX}'
+    r'|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+
+
+def merge_one_pair_at_a_time(word, ranks):
+    """Byte-pair encoding as its definition reads, slowly."""
+    parts = [bytes([byte]) for byte in word]
+    while True:
+        found = [
+            (ranks[a + b], i)
+            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            if a + b in ranks
+        ]
+        if not found:
+            return [ranks[part] for part in parts]
+        _, i = min(found)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def test_words_and_merges_follow_the_definition_on_random_text():
+    alphabet = ['a', 'B', 's', "'", '1', '٣', ' ', '\t', '\n', '\r', '!', '中', '々', 'é', 'ʰ', 'ǅ']
+    alphabet += ['\u0301', 'あ', '🚀', '\u3000', '<', 'l', 'ſ']
+    # Every pair of characters can merge, so that a wrong word border changes the ids.
+    pairs = [(x + y).encode() for x in alphabet for y in alphabet]
+    merges = dict.fromkeys(pair[:n] for pair in pairs for n in range(2, len(pair) + 1))
+    tokens = [bytes([byte]) for byte in range(256)] + list(merges)
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    tok = tokenizer_lib.Tokenizer(ranks)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        text = ''.join(rng.choice(alphabet, size=rng.integers(1, 30)).tolist())
+        words = WORD.findall(text)
+        assert ''.join(words) == text
+        expected = [i for word in words for i in merge_one_pair_at_a_time(word.encode(), ranks)]
+        assert tok.encode(text) == expected, text
 
 
 def chunks_one_character_at_a_time(text, max_chunk, max_run):
