@@ -1,0 +1,102 @@
+"""How a file appears under its final name only when it is whole; paths may be local or gs://."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from etils import epath
+
+COPY_BLOCK_BYTES = 16 << 20
+
+
+class ConversionError(ValueError):
+    """A checkpoint that cannot be converted as asked; the message names the file or tensor."""
+
+
+@contextlib.contextmanager
+def open_whole(path: epath.Path) -> Iterator[BinaryIO]:
+    """A file to write; it takes the name `path` when the block ends well and vanishes otherwise."""
+    partial = path.parent / f'.{path.name}.partial'
+    try:
+        with partial.open('wb') as file:
+            yield file
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: epath.Path, data: bytes) -> None:
+    """Writes `data` to `path`, making parent folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_whole(path) as file:
+        file.write(data)
+
+
+def write_json(path: epath.Path, value: Any) -> None:
+    write_whole(path, (json.dumps(value, indent=1) + '\n').encode())
+
+
+def copy_whole(source: epath.Path, target: epath.Path) -> None:
+    """Copies one file block by block."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open('rb') as reader, open_whole(target) as writer:
+        while block := reader.read(COPY_BLOCK_BYTES):
+            writer.write(block)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConversionError(f'{twice!r} is given twice')
+    return found
+
+
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `data`; `where` begins the message of any error.
+
+    Raises:
+      ConversionError: not UTF-8 JSON, not an object, or a key given twice.
+    """
+    try:
+        value = json.loads(data.decode('utf-8'), object_pairs_hook=_unique_keys)
+    except ConversionError as error:
+        raise ConversionError(f'{where}: {error}; wanted each name once') from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConversionError(
+            f'{where}: not valid JSON ({error}); copy the file again from its origin'
+        ) from None
+    if not isinstance(value, dict):
+        raise ConversionError(f'{where}: got a JSON {type(value).__name__}, wanted an object')
+    return value
+
+
+def read_json_object(path: epath.Path) -> dict[str, Any]:
+    """The JSON object in the file `path`.
+
+    Raises:
+      ConversionError: no such file, or not one JSON object.
+    """
+    if not path.exists():
+        raise ConversionError(f'{path}: no such file')
+    return parse_json_object(path.read_bytes(), str(path))
+
+
+def small_files(folder: epath.Path) -> list[str]:
+    """Every file of `folder` but the weights, also one folder level down; relative, sorted.
+
+    Hidden folders are left out (caches and version control, not the release).
+    """
+    found = []
+    for path in folder.iterdir():
+        if path.is_dir():
+            if not path.name.startswith('.'):
+                found += [f'{path.name}/{p.name}' for p in path.iterdir() if not p.is_dir()]
+        else:
+            found.append(path.name)
+    return sorted(name for name in found if not name.endswith(('.safetensors', '.partial')))
