@@ -43,9 +43,11 @@ def _layer_cache(
             jnp.zeros((*lead, batch, size, config.qk_rope_head_dim), dtype),
         )
     c = config.linear_attn_config
-    tail = jnp.zeros((*lead, batch, c.short_conv_kernel_size - 1, c.num_heads * c.head_dim), dtype)
-    state = jnp.zeros((*lead, batch, c.num_heads, c.head_dim, c.head_dim), jnp.float32)
-    return KDACache(state, tail, tail, tail)
+    rows = (*lead, batch, c.short_conv_kernel_size - 1, c.num_heads * c.head_dim)
+    state = (*lead, batch, c.num_heads, c.head_dim, c.head_dim)
+    # Distinct buffers: the cache is donated at every step.
+    tails = (jnp.zeros(rows, dtype) for _ in range(3))
+    return KDACache(jnp.zeros(state, jnp.promote_types(dtype, jnp.float32)), *tails)
 
 
 def init_cache(config: ModelConfig, plan: Plan, batch: int, size: int, dtype: jnp.dtype) -> Cache:
