@@ -29,6 +29,11 @@ def open_whole(path: epath.Path) -> Iterator[BinaryIO]:
         raise
 
 
+def is_empty(folder: epath.Path) -> bool:
+    """Whether the folder holds nothing, or nothing that ever became whole."""
+    return not folder.exists() or all(p.name.endswith('.partial') for p in folder.iterdir())
+
+
 def write_whole(path: epath.Path, data: bytes) -> None:
     """Writes `data` to `path`, making parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)

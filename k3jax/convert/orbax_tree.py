@@ -147,8 +147,8 @@ def finished_rows(
 def commit(item: epath.Path, paths: Collection[str]) -> None:
     """Makes the arrays `paths` under `item` a checkpoint that `PyTreeCheckpointer` restores."""
     skeleton = item.parent / f'{item.name}.skeleton'
-    if skeleton.exists():
-        skeleton.rmtree()
+    for stale in item.parent.glob(f'{skeleton.name}*'):  # of a run that was killed here
+        stale.rmtree()
     tree = unflatten({path: np.zeros(1, np.uint8) for path in paths})
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
     with ocp.Checkpointer(handler) as checkpointer:

@@ -9,6 +9,13 @@ from typing import TextIO
 from absl import logging
 
 
+def _duration(seconds: float) -> str:
+    for unit, size in (('h', 3600), ('min', 60)):
+        if seconds >= size:
+            return f'{seconds / size:.1f} {unit}'
+    return f'{seconds:.0f} s'
+
+
 class Progress:
     """Counts bytes and prints a line every few seconds; safe to call from several threads.
 
@@ -57,7 +64,7 @@ class Progress:
         print(
             f'{self._label} {self._done / 1e9:.2f}/{self._total / 1e9:.2f} GB '
             f'({self._done / max(self._total, 1):.1%}) | {rate / 1e6:.0f} MB/s | '
-            f'eta {left_s:.0f} s | {where}',
+            f'eta {_duration(left_s)} | {where}',
             file=self._stream,
             flush=True,
         )

@@ -291,7 +291,9 @@ def model_config_from_release(
     lengths = {field: text[field] for field in CONTEXT_LENGTH if text.get(field) is not None}
     if len(set(lengths.values())) > 1:
         raise _error(
-            f'{where}model_max_length', lengths['model_max_length'], 'max_position_embeddings'
+            f'{where}model_max_length',
+            lengths['model_max_length'],
+            f'{lengths[CONTEXT_LENGTH[0]]}, max_position_embeddings',
         )
     if lengths:
         _take(lengths, tuple(lengths), {}, where)

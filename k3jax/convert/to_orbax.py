@@ -27,6 +27,7 @@ from k3jax.convert.converted import (
 from k3jax.convert.files import (
     ConversionError,
     copy_whole,
+    is_empty,
     read_json_object,
     small_files,
     write_json,
@@ -163,7 +164,7 @@ def _begin(target: epath.Path, job: dict[str, object], source: epath.Path) -> No
                     'or choose another --target'
                 )
         return
-    if target.exists() and any(target.iterdir()):
+    if not is_empty(target):
         raise ConversionError(
             f'{target}: not empty, and not a conversion of {source}; choose another --target'
         )
@@ -221,6 +222,7 @@ def convert(
             raise ConversionError(
                 f'{target}: already holds another conversion; remove it or choose another --target'
             )
+        (target / STATE_FILE).unlink(missing_ok=True)
         progress.note(f'{target} is already converted')
         return existing
     job = {

@@ -19,6 +19,7 @@ from k3jax.convert.converted import Conversion, check_tree, read_conversion
 from k3jax.convert.files import (
     ConversionError,
     copy_whole,
+    is_empty,
     read_json_object,
     small_files,
     write_json,
@@ -223,7 +224,7 @@ def _begin(target: epath.Path, job: dict[str, Any]) -> bool:
                 'choose another --target'
             )
         return True
-    if target.exists() and any(target.iterdir()):
+    if not is_empty(target):
         raise ConversionError(f'{target}: not empty; choose another --target')
     write_json(state, job)
     return False
