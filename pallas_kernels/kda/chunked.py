@@ -197,7 +197,9 @@ def _intra_backward(
             d = jnp.moveaxis(d, -4, -3)
         d_rows = _dot('...sij,...jk->...sik', d, columns, precision)
         d_columns = _dot('...sij,...sik->...jk', d, rows, precision)
-        through_prefix = jnp.sum(d_rows * rows, axis=-3)
+        through_prefix = d_rows * rows
+        # An add, not a sum over the axis of two: XLA's CPU backend crashes on a dot fused with one.
+        through_prefix = through_prefix[..., 0, :, :] + through_prefix[..., 1, :, :]
         through_suffix = d_columns * columns
         d_rows, d_columns = d_rows * row, d_columns * column
         if block >= tile:
