@@ -24,7 +24,7 @@ from k3jax.convert.binding import unflatten
 from k3jax.convert.files import ConversionError, copy_whole
 
 CHUNK_BYTES = 16 << 20
-CACHE_BYTES = 256 << 20  # of decoded chunks, for readers that take less than a chunk at a time
+CACHE_BYTES = 128 << 20  # of decoded chunks, for readers that take less than a chunk at a time
 COMMIT_MARKER = 'commit_success.txt'
 # Those that zarr has no byte-order string for.
 _NAMED_DTYPES = (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
@@ -68,11 +68,11 @@ def _kvstore(folder: epath.Path) -> dict[str, str]:
     return {'driver': 'file', 'path': f'{os.path.abspath(where)}/'}
 
 
-def context() -> ts.Context:
+def context(cache_bytes: int = 0) -> ts.Context:
     """Limits on tensorstore's memory and threads, shared by the arrays of one job."""
     return ts.Context(
         {
-            'cache_pool': {'total_bytes_limit': CACHE_BYTES},
+            'cache_pool': {'total_bytes_limit': cache_bytes},
             'data_copy_concurrency': {'limit': 4},
             'file_io_concurrency': {'limit': 4},
         }

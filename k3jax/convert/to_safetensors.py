@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
+import tensorstore as ts
 from etils import epath
 
 from k3jax.config import ModelConfig
@@ -56,7 +57,9 @@ class OrbaxLeaves:
     """Leaves of a checkpoint that `orbax_tree` wrote."""
 
     item: epath.Path
-    limits: Any = dataclasses.field(default_factory=orbax_tree.context)
+    limits: ts.Context = dataclasses.field(
+        default_factory=lambda: orbax_tree.context(orbax_tree.CACHE_BYTES)
+    )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the export)
     def _open(self, path: str):
