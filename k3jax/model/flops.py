@@ -1,0 +1,154 @@
+"""How big is a model and what does a token cost: parameters and FLOPs, by component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from k3jax.config import ModelConfig
+from k3jax.model.layout import Leaf, Tree, global_leaves, layer_leaves
+from pallas_kernels.kda.chunked import CHUNK
+
+COMPONENTS = (
+    'embedding',
+    'lm_head',
+    'kda',
+    'mla',
+    'routed_experts',
+    'shared_experts',
+    'latent',
+    'router',
+    'dense_mlp',
+    'layer_norms',
+    'attn_res',
+    'final',
+)
+
+_GLOBAL = {
+    'embed_tokens': 'embedding',
+    'lm_head': 'lm_head',
+    'norm': 'final',
+    'output_attn_res_norm': 'final',
+    'output_attn_res_proj': 'final',
+}
+_LAYER = {
+    'input_layernorm': 'layer_norms',
+    'post_attention_layernorm': 'layer_norms',
+    'self_attention_res_norm': 'attn_res',
+    'self_attention_res_proj': 'attn_res',
+    'mlp_res_norm': 'attn_res',
+    'mlp_res_proj': 'attn_res',
+    'mlp': 'dense_mlp',
+}
+_MOE = {
+    'gate': 'router',
+    'e_score_correction_bias': 'router',
+    'experts': 'routed_experts',
+    'shared_experts': 'shared_experts',
+    'routed_expert_down_proj': 'latent',
+    'routed_expert_up_proj': 'latent',
+    'routed_expert_norm': 'latent',
+}
+
+
+def _walk(tree: Tree) -> Iterator[tuple[str, Leaf]]:
+    for name, entry in tree.items():
+        if isinstance(entry, Leaf):
+            yield name, entry
+        else:
+            yield from _walk(entry)
+
+
+def _leaves(config: ModelConfig) -> Iterator[tuple[str, str, Leaf]]:
+    """(component, name, leaf) of every parameter array."""
+    for name, leaf in global_leaves(config).items():
+        yield _GLOBAL[name], name, leaf
+    for layer in range(config.num_hidden_layers):
+        for name, entry in layer_leaves(config, layer).items():
+            match name:
+                case 'self_attn':
+                    component = 'kda' if config.is_kda(layer) else 'mla'
+                    parts = {component: entry}
+                case 'block_sparse_moe':
+                    parts = {}
+                    for part, child in entry.items():
+                        parts.setdefault(_MOE[part], {})[part] = child
+                case _:
+                    parts = {_LAYER[name]: {name: entry}}
+            for component, tree in parts.items():
+                for leaf_name, leaf in _walk(tree):
+                    yield component, leaf_name, leaf
+
+
+def _weights(name: str, leaf: Leaf) -> int:
+    """Weights that a leaf stands for: two a byte of packed MXFP4, none for its scales."""
+    if name.endswith('_packed'):
+        return 2 * leaf.size
+    return 0 if name.endswith('_scale') else leaf.size
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters by component, in the order of `COMPONENTS`; nothing is allocated.
+
+    MXFP4 experts count as the weights that they stand for. `final` is the last norm and the output
+    attention residual; `router` includes the correction bias, `latent` its norm.
+    """
+    counts = dict.fromkeys(COMPONENTS, 0)
+    for component, name, leaf in _leaves(config):
+        counts[component] += _weights(name, leaf)
+    return counts
+
+
+def total_parameters(config: ModelConfig) -> int:
+    """All text parameters."""
+    return sum(count_parameters(config).values())
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that one token meets: no unrouted experts, and no embedding table (a lookup)."""
+    counts = count_parameters(config)
+    routed = counts['routed_experts']
+    unrouted = routed - routed * config.num_experts_per_token // config.num_experts
+    return sum(counts.values()) - unrouted - counts['embedding']
+
+
+def flops_by_component(config: ModelConfig, sequence_length: int) -> dict[str, float]:
+    """Forward matmul FLOPs of one token, averaged over a document of `sequence_length` tokens T.
+
+    - a component's own name: 2 FLOPs for each weight of its matrices that the token meets
+      (k of E experts; no embedding lookup, no depthwise convolution, no norms);
+    - mla_attention: scores and values in expanded form, H (2 qk + 2 V) S with the mean causal
+      context S = (T + 1) / 2, for each MLA layer;
+    - kda_chunks: the chunk form with C = min(64, T) and the mean position c = (C + 1) / 2, for each
+      KDA layer and head: decayed scores of q and of k, 4 K c; the inverse of the unit
+      triangle, (C^2 - 1) / 3; the inverse and the scores times values, 4 V c; reading the state for v
+      and for o and writing it, 6 K V.
+
+    Elementwise work is left out, as is usual for model FLOPs utilisation.
+    """
+    flops = dict.fromkeys((*COMPONENTS, 'mla_attention', 'kda_chunks'), 0.0)
+    share = config.num_experts_per_token / config.num_experts
+    for component, name, leaf in _leaves(config):
+        if len(leaf.shape) < 2 or leaf.init == 'conv' or component == 'embedding':
+            continue
+        met = share if component == 'routed_experts' else 1.0
+        flops[component] += 2.0 * met * _weights(name, leaf)
+    context = (sequence_length + 1) / 2
+    heads = config.num_attention_heads
+    widths = config.qk_head_dim + config.v_head_dim
+    num_kda = sum(config.is_kda(layer) for layer in range(config.num_hidden_layers))
+    flops['mla_attention'] = (config.num_hidden_layers - num_kda) * heads * 2.0 * widths * context
+    linear = config.linear_attn_config
+    size = min(CHUNK, sequence_length)
+    mean, k, v = (size + 1) / 2, linear.head_dim, linear.head_dim
+    one_head = 4 * k * mean + (size**2 - 1) / 3 + 4 * v * mean + 6 * k * v
+    flops['kda_chunks'] = num_kda * linear.num_heads * one_head
+    return flops
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool) -> float:
+    """Model FLOPs of one token: the sum of `flops_by_component`, times 3 with the backward pass.
+
+    Recomputation in the backward pass (remat) is not counted.
+    """
+    forward = sum(flops_by_component(config, sequence_length).values())
+    return 3.0 * forward if backward else forward
