@@ -66,6 +66,10 @@ def recurrent_kda(
     batch, length = q.shape[:2]
     if runs is None:
         runs = Runs(jnp.zeros((batch, length), jnp.int32), jnp.ones((batch, length), bool))
+    else:
+        # Whatever padding holds stays out of the gradients too, where 0 * inf would be NaN.
+        q, k, v, g = (jnp.where(runs.real[:, :, None, None], x, 0) for x in (q, k, v, g))
+        beta = jnp.where(runs.real[:, :, None], beta, 0)
     over_time = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta, *runs)]
     (state, _), o = lax.scan(
         step, (initial_state, jnp.zeros((batch,), jnp.int32)), tuple(over_time)
