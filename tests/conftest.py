@@ -1,0 +1,19 @@
+"""Every test on the CPU backend, with compiled programs kept between runs."""
+
+import os
+import pathlib
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import jax  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def pytest_configure(config) -> None:
+    jax.config.update('jax_compilation_cache_dir', str(ROOT / '.jax_cache'))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)
+    # A cache entry that another worker is just writing: the program is compiled again.
+    config.addinivalue_line(
+        'filterwarnings', 'ignore:Error reading persistent compilation cache entry'
+    )
