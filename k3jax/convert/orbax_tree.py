@@ -68,6 +68,11 @@ def _kvstore(folder: epath.Path) -> dict[str, str]:
     return {'driver': 'file', 'path': f'{os.path.abspath(where)}/'}
 
 
+def reason(error: Exception) -> str:
+    """What tensorstore says went wrong, without the specification that it appends."""
+    return str(error).partition(' [tensorstore_spec')[0]
+
+
 def context(cache_bytes: int = 0) -> ts.Context:
     """Limits on tensorstore's memory and threads, shared by the arrays of one job."""
     return ts.Context(
@@ -102,8 +107,13 @@ def create_array(
     }
     try:
         return ts.open(spec, open=True, create=True, context=limits).result()
-    except ValueError:  # left by another version of this code, with other chunks
-        return ts.open(spec, create=True, delete_existing=True, context=limits).result()
+    except ValueError as error:
+        if 'FAILED_PRECONDITION' not in str(error):
+            raise ConversionError(
+                f'{leaf_folder(item, path)}: could not be made: {reason(error)}'
+            ) from error
+    # Left by another version of this code, with other chunks.
+    return ts.open(spec, create=True, delete_existing=True, context=limits).result()
 
 
 def open_array(item: epath.Path, path: str, limits: ts.Context) -> ts.TensorStore:
@@ -122,7 +132,8 @@ def open_array(item: epath.Path, path: str, limits: ts.Context) -> ts.TensorStor
         ).result()
     except ValueError as error:
         raise ConversionError(
-            f'{folder}: no readable array ({error}); the checkpoint is damaged: convert it again'
+            f'{folder}: no readable array ({reason(error)}); the checkpoint is damaged: convert it '
+            'again'
         ) from None
 
 

@@ -105,8 +105,9 @@ def _write_chunk(array: _Array, store, start: int, stop: int) -> int:
         (store[start:stop] if array.shape else store).write(rows).result()
     except (ValueError, OSError, RuntimeError) as error:
         raise ConversionError(
-            f'{array.item / array.path}: rows {start}..{stop} could not be written: {error}; '
-            'run the same command again once that is solved, it goes on from here'
+            f'{array.item / array.path}: rows {start}..{stop} could not be written: '
+            f'{orbax_tree.reason(error)}; run the same command again once that is solved, it goes '
+            'on from here'
         ) from error
     return rows.nbytes
 
