@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # Orbax reports each of its steps
     try:
         _run()
-    except (ValueError, OSError, NotImplementedError) as error:  # a user's mistake or the machine's trouble: one line
+    except (ValueError, OSError, NotImplementedError) as error:  # one line, no traceback
         message = ' '.join(str(error).split())
         print(f'error: {message}', file=sys.stderr)
         sys.exit(1)
