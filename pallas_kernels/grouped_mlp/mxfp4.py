@@ -34,8 +34,10 @@ def decode_mxfp4(weight: Mxfp4, dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
         (2 + mantissa).astype(jnp.float32) * (1 << exponent).astype(jnp.float32) * 0.25,
     )
     value = jnp.where(codes >= 8, -value, value)
-    # The byte is a float32 exponent field; 0 stands for the subnormal 2^-127.
-    bits = jnp.where(scale == 0, 1 << 22, scale.astype(jnp.int32) << 23)
-    factor = lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
-    groups = value.reshape(*scale.shape, -1) * factor[..., None]
+    # The byte is a float32 exponent field, except that 0 stands for 2^-127, half of 1's 2^-126: a
+    # subnormal factor would count as zero on the CPU.
+    bits = jnp.maximum(scale, 1).astype(jnp.int32) << 23
+    factor = lax.bitcast_convert_type(bits, jnp.float32)
+    half = jnp.where(scale == 0, 0.5, 1.0)
+    groups = value.reshape(*scale.shape, -1) * half[..., None] * factor[..., None]
     return groups.reshape(codes.shape).astype(dtype)
