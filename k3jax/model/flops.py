@@ -119,9 +119,9 @@ def flops_by_component(config: ModelConfig, sequence_length: int) -> dict[str, f
     - mla_attention: scores and values in expanded form, H (2 qk + 2 V) S with the mean causal
       context S = (T + 1) / 2, for each MLA layer;
     - kda_chunks: the chunk form with C = min(64, T) and the mean position c = (C + 1) / 2, for each
-      KDA layer and head: decayed scores of q and of k, 4 K c; the inverse of the unit
-      triangle, (C^2 - 1) / 3; the inverse and the scores times values, 4 V c; reading the state for v
-      and for o and writing it, 6 K V.
+      KDA layer and head: decayed scores of q and of k, 4 K c; the inverse of the unit triangle,
+      (C^2 - 1) / 3; the inverse and the scores times values, 4 V c; reading the state for v and
+      for o, and writing it, 6 K V.
 
     Elementwise work is left out, as is usual for model FLOPs utilisation.
     """

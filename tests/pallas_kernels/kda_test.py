@@ -224,7 +224,7 @@ class TestAgainstFloat64:
         rounded = {n: np.asarray(narrow[n], np.float64) for n in INPUTS}
         want = truth(rounded, None, (np.asarray(cotangents[0], np.float64), cotangents[1]))
         assert got['o'].dtype == jnp.bfloat16 and got['final_state'].dtype == jnp.float32
-        # Rounding a result to 8 bits costs 2^-9 / sqrt(3) to 2^-9 of it, in the mean 1.7e-3.
+        # Rounding to 8 significant bits costs at most 2^-8 of a number, in the mean 1.7e-3.
         exact = ('final_state', 'g', 'initial_state')
         assert_close({n: got[n] for n in exact}, {n: want[n] for n in exact}, TOLERANCE)
         rest = [n for n in want if n not in exact]
