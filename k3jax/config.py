@@ -242,7 +242,7 @@ class OptimizerConfig:
 class DataConfig:
     """Where text comes from and how it becomes batches."""
 
-    source: str = 'python_stdlib'  # or a folder (local or gs://) of .txt / .jsonl files
+    source: str = 'python_stdlib'  # or a folder or file, local or gs://, of .txt / .jsonl
     tokenizer: str = 'bytes'  # or a folder with tiktoken.model
     sequence_length: int = 512
     batch_size: int = 8  # sequences a step, over all processes and accumulation steps
@@ -271,8 +271,8 @@ class TrainConfig:
     remat: Remat = 'layer'
     scan_layers: bool = True
     log_every: int = 10
-    eval_every: int = 0  # 0: only after the last step
-    eval_batches: int = 16
+    eval_every: int = 0  # steps; 0: not during training
+    eval_batches: int = 64  # of the held-out split
     checkpoint_every: int = 500
     keep_checkpoints: int = 3
     sample_tokens: int = 128  # printed after the last step; 0: none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import pathlib
 import sys
 import traceback
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags
+from absl import logging as absl_logging
 
 from k3jax import config as config_lib
 from k3jax import overrides
@@ -49,6 +51,30 @@ def load_config() -> config_lib.Config:
     return overrides.apply_overrides(config_from_file(flags.FLAGS.config), flags.FLAGS.set)
 
 
+def workdir() -> str:
+    """What --workdir says."""
+    return flags.FLAGS.workdir
+
+
+def token_ids(text: str | None) -> list[int]:
+    """The ids of --token_ids=5,17,...
+
+    Raises:
+      ValueError: nothing given, or something that is not a whole number.
+    """
+    if not text:
+        raise ValueError('--token_ids: got none, wanted comma-separated ids such as 5,17')
+    ids = []
+    for part in text.split(','):
+        try:
+            ids.append(int(part))
+        except ValueError:
+            raise ValueError(
+                f'--token_ids: got {part!r}, wanted whole numbers such as 5,17'
+            ) from None
+    return ids
+
+
 def config_from_file(path: str) -> config_lib.Config:
     """What `get_config()` of a Python file returns.
 
@@ -75,6 +101,21 @@ def config_from_file(path: str) -> config_lib.Config:
     return config
 
 
+class _OurLines(logging.Filter):
+    """Lets through what this project logs, and warnings of anybody."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        library = 'site-packages' in record.pathname or 'dist-packages' in record.pathname
+        return not library or record.levelno >= logging.WARNING
+
+
+def _plain_logging() -> None:
+    handler = absl_logging.get_absl_handler()
+    handler.setFormatter(logging.Formatter('%(message)s'))
+    handler.addFilter(_OurLines())
+    absl_logging.set_verbosity(absl_logging.INFO)
+
+
 def run_main(main: Callable[[Sequence[str]], Any]) -> None:
     """Parses the flags, runs `main(argv)` and exits.
 
@@ -84,6 +125,7 @@ def run_main(main: Callable[[Sequence[str]], Any]) -> None:
     """
 
     def guarded(argv: Sequence[str]) -> Any:
+        _plain_logging()
         try:
             if len(argv) > 1:
                 raise ValueError(f'arguments: got {" ".join(argv[1:])!r}, wanted only --flag=value')

@@ -137,32 +137,41 @@ def stacks(plan: Plan) -> Iterator[Stack]:
                 yield Stack((block.name, segment.name, f'layer_{position}'), layers)
 
 
-def _map_together(function: Callable[..., Any], trees: list[Any]) -> Any:
+def _map_together(join: Callable[[list[Any]], Any], trees: list[Any]) -> Any:
     if isinstance(trees[0], dict):
-        return {name: _map_together(function, [t[name] for t in trees]) for name in trees[0]}
-    return function(trees)
+        return {name: _map_together(join, [tree[name] for tree in trees]) for name in trees[0]}
+    return join(trees)
 
 
-def stack_params(params: dict[str, Any], plan: Plan, stack: Callable[[list[Any]], Any]) -> Any:
-    """The on-disk tree (`layers_0` ...) as the tree that the scanned model holds.
+def gather_layers(
+    params: dict[str, Any], plan: Plan, join: Callable[[list[Any], tuple[int, ...]], Any]
+) -> dict[str, Any]:
+    """The on-disk tree (`layers_0` ...) in the shape of the model's own tree.
 
-    Args:
-      params: per-layer tree.
-      stack: joins equal leaves on a new leading axis (`np.stack`, `jnp.stack`).
+    join: makes one leaf of equal leaves of several layers, given the leading axes it stands for.
     """
     out = {name: leaf for name, leaf in params.items() if not name.startswith('layers_')}
     for path, layers in stacks(plan):
-
-        def join(leaves: list[Any], shape: tuple[int, ...] = layers.shape) -> Any:
-            if not shape:
-                return leaves[0]
-            return stack(leaves).reshape(*shape, *leaves[0].shape)
-
         node = out
         for name in path[:-1]:
             node = node.setdefault(name, {})
-        node[path[-1]] = _map_together(join, [params[f'layers_{n}'] for n in layers.flat])
+        trees = [params[f'layers_{layer}'] for layer in layers.flat]
+        node[path[-1]] = _map_together(lambda leaves, s=layers.shape: join(leaves, s), trees)
     return out
+
+
+def stack_params(
+    params: dict[str, Any], plan: Plan, stack: Callable[[list[Any]], Any]
+) -> dict[str, Any]:
+    """The on-disk tree as the parameters that the model takes.
+
+    stack: joins equal leaves on a new leading axis (`np.stack`, `jnp.stack`).
+    """
+
+    def join(leaves: list[Any], lead: tuple[int, ...]) -> Any:
+        return stack(leaves).reshape(*lead, *leaves[0].shape) if lead else leaves[0]
+
+    return gather_layers(params, plan, join)
 
 
 def unstack_params(params: dict[str, Any], plan: Plan) -> dict[str, Any]:

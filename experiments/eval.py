@@ -1,0 +1,89 @@
+"""Evaluates a checkpoint: `python -m experiments.eval --checkpoint=DIR --task=perplexity`.
+
+Tasks: perplexity (held-out split of --data, JSON on stdout), logits (of --token_ids, to --output),
+choice (accuracy by log-likelihood on a jsonl file of questions).
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from absl import flags
+from etils import epath
+
+from k3jax.config import DataConfig
+from k3jax.data.loader import held_out_batches
+from k3jax.data.tokenizer import Tokenizer
+from k3jax.flags import run_main, token_ids
+from k3jax.serve.load import Loaded, open_model
+from k3jax.train.eval import choice_accuracy, evaluate, logits_of
+
+_CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', None, 'Converted folder or training workdir.', required=True
+)
+_TASK = flags.DEFINE_enum(
+    'task', 'perplexity', ['perplexity', 'logits', 'choice'], 'What to compute.'
+)
+_DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Compute dtype.')
+_DATA = flags.DEFINE_string(
+    'data', 'python_stdlib', 'perplexity: a source as in data.source; choice: a jsonl file.'
+)
+_TOKEN_IDS = flags.DEFINE_string('token_ids', None, 'logits: comma-separated ids.')
+_OUTPUT = flags.DEFINE_string('output', None, 'logits: .npy file to write.')
+_SEQUENCE_LENGTH = flags.DEFINE_integer('sequence_length', 512, 'perplexity: tokens a row.')
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'perplexity: rows a batch.')
+_MAX_BATCHES = flags.DEFINE_integer('max_batches', 64, 'perplexity: at most this many.')
+
+
+def _tokenizer(loaded: Loaded) -> Tokenizer:
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f'--checkpoint: {_CHECKPOINT.value} carries no tokenizer (no tiktoken.model), which '
+            f'--task={_TASK.value} needs; convert a release that has one'
+        )
+    return loaded.tokenizer
+
+
+def _perplexity(loaded: Loaded) -> dict[str, float]:
+    tokenizer = _tokenizer(loaded)
+    data = DataConfig(
+        source=_DATA.value,
+        sequence_length=_SEQUENCE_LENGTH.value,
+        batch_size=_BATCH_SIZE.value,
+    )
+    batches = held_out_batches(data, tokenizer, _MAX_BATCHES.value)
+    result = evaluate(loaded.model, loaded.params, batches, tokenizer.token_byte_lengths())
+    return {
+        'perplexity': result.perplexity,
+        'loss': result.loss,
+        'bits_per_byte': result.bits_per_byte,
+        'tokens': result.tokens,
+    }
+
+
+def _logits(loaded: Loaded) -> dict[str, object]:
+    if not _OUTPUT.value:
+        raise ValueError('--output: wanted the .npy file to write the logits to')
+    logits = logits_of(loaded.model, loaded.params, token_ids(_TOKEN_IDS.value))
+    with epath.Path(_OUTPUT.value).open('wb') as f:
+        np.save(f, logits)
+    return {'output': _OUTPUT.value, 'shape': list(logits.shape)}
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
+    match _TASK.value:
+        case 'perplexity':
+            result = _perplexity(loaded)
+        case 'logits':
+            result = _logits(loaded)
+        case 'choice':
+            path = epath.Path(_DATA.value)
+            result = choice_accuracy(loaded.model, loaded.params, _tokenizer(loaded), path)
+    print(json.dumps(result))
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,66 @@
+"""Continues a prompt: `python -m experiments.generate --checkpoint=DIR --prompt='def '`."""
+
+from __future__ import annotations
+
+import json
+
+from absl import flags
+
+from k3jax.flags import run_main, token_ids
+from k3jax.serve.generate import generate
+from k3jax.serve.load import open_model
+
+_CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', None, 'Converted folder or training workdir.', required=True
+)
+_PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue.')
+_TOKEN_IDS = flags.DEFINE_string('token_ids', None, 'Comma-separated ids to continue instead.')
+_MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 128, 'Tokens to add at most.')
+_TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0: always the most likely token.')
+_TOP_P = flags.DEFINE_float('top_p', 1.0, 'Sample from the likeliest tokens with this mass.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the sampling.')
+_DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Compute dtype.')
+_JSON = flags.DEFINE_bool('json', False, 'Print {"token_ids": [...], "text": ...} as last line.')
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if (_PROMPT.value is None) == (_TOKEN_IDS.value is None):
+        raise ValueError('wanted either --prompt=TEXT or --token_ids=5,17,...')
+    if _PROMPT.value == '':
+        raise ValueError("--prompt: got '', wanted at least one character")
+    loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
+    tokenizer = loaded.tokenizer
+    if _PROMPT.value is not None:
+        if tokenizer is None:
+            raise ValueError(
+                f'--prompt: {_CHECKPOINT.value} carries no tokenizer (no tiktoken.model); '
+                'give --token_ids'
+            )
+        prompt = tokenizer.encode(_PROMPT.value)
+    else:
+        prompt = token_ids(_TOKEN_IDS.value)
+    config = loaded.model.config
+    stop_ids = {config.eos_token_id}
+    if tokenizer is not None:
+        stop_ids |= {tokenizer.eos_id, tokenizer.end_of_msg_id}
+    stream = generate(
+        loaded.model,
+        loaded.params,
+        prompt,
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        temperature=_TEMPERATURE.value,
+        top_p=_TOP_P.value,
+        seed=_SEED.value,
+        stop_ids=frozenset(stop_ids),
+    )
+    new = list(stream)
+    text = None if tokenizer is None else tokenizer.decode(new)
+    if _JSON.value:
+        print(json.dumps({'token_ids': new, 'text': text}))
+    else:
+        print(','.join(map(str, new)) if text is None else f'{_PROMPT.value or ""}{text}')
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,64 @@
+"""Trains a model: `python -m experiments.train --config=configs/tiny_k3.py --workdir=DIR`.
+
+Goes on from the newest whole checkpoint in the workdir. At the end: held-out bits a byte beside a
+trigram model's, a sample, and loss.png.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from etils import epath
+
+from k3jax.flags import define_config_flags, load_config, run_main, workdir
+from k3jax.model.kimi import Kimi
+from k3jax.model.layer import Run
+from k3jax.model.plan import depth_plan, stack_params, unstack_params
+from k3jax.serve.generate import generate
+from k3jax.train.loop import Outcome, Trainer
+from k3jax.train.metrics import plot_loss
+
+define_config_flags()
+
+
+def print_sample(outcome: Outcome, prompt: str, num_tokens: int) -> None:
+    """Continues `prompt`, at temperature 0.8."""
+    scanned = outcome.model
+    flat = Kimi(scanned.config, Run(jnp.dtype('float32')), scan_layers=False)
+    params = unstack_params(outcome.state.params, scanned.plan)
+    params = stack_params(params, depth_plan(scanned.config, scan=False), jnp.stack)
+    tokenizer = outcome.tokenizer
+    ids = generate(
+        flat,
+        params,
+        tokenizer.encode(prompt),
+        max_new_tokens=num_tokens,
+        temperature=0.8,
+        top_p=0.95,
+        stop_ids=frozenset({tokenizer.eos_id}),
+    )
+    logging.info('sample:\n%s%s', prompt, tokenizer.decode(list(ids)))
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    config = load_config()
+    trainer = Trainer(config, workdir())
+    outcome = trainer.run()
+    if not outcome.finished or jax.process_index():
+        return
+    result = trainer.evaluate(outcome.state.params)
+    plot_loss(trainer.workdir)
+    logging.info(
+        'held-out: %.3f bits a byte (trigram counted on the same data: %.3f); plot: %s',
+        result.bits_per_byte,
+        trainer.trigram(),
+        epath.Path(workdir()) / 'loss.png',
+    )
+    if config.train.sample_tokens:
+        print_sample(outcome, config.train.sample_prompt, config.train.sample_tokens)
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,102 @@
+"""How text is continued: prefill in pieces, then one token at a time with the cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.model.cache import Cache, init_cache
+from k3jax.model.kimi import Kimi, decode, prefill
+from k3jax.serve.sampling import sample
+from k3jax.train.eval import bucket, check_token_ids
+
+PREFILL_PIECE = 512
+CACHE_STEP = 256
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _prefill(model, params, tokens, num_real, cache):
+    return prefill(model, params, tokens, num_real, cache)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _decode(model, params, token, cache, key, temperature, top_p):
+    key, now = jax.random.split(key)
+    logits, cache = decode(model, params, token, cache)
+    return sample(logits, now, temperature, top_p), cache, key
+
+
+def cache_size(num_prompt: int, max_new_tokens: int, limit: int) -> int:
+    """Cache length for a request, in steps that keep compilations few.
+
+    Raises:
+      ValueError: prompt and continuation together are longer than the model allows.
+    """
+    wanted = num_prompt + max_new_tokens
+    if wanted > limit:
+        raise ValueError(
+            f'prompt of {num_prompt} tokens and {max_new_tokens} new ones: got {wanted}, wanted '
+            f'at most {limit} (model.max_position_embeddings); shorten one of them'
+        )
+    return min(limit, -(-wanted // CACHE_STEP) * CACHE_STEP)
+
+
+def read_prompt(model: Kimi, params: Any, prompt: list[int], size: int) -> tuple[jax.Array, Cache]:
+    """Logits [1, Z] after `prompt` and a cache of `size` tokens that holds it."""
+    cache = init_cache(model.config, model.plan, 1, size, model.run.dtype)
+    logits = None
+    for start in range(0, len(prompt), PREFILL_PIECE):
+        piece = prompt[start : start + PREFILL_PIECE]
+        tokens = np.zeros((1, min(bucket(len(piece)), PREFILL_PIECE)), np.int32)
+        tokens[0, : len(piece)] = piece
+        logits, cache = _prefill(model, params, tokens, np.array([len(piece)], np.int32), cache)
+    return logits, cache
+
+
+def generate(
+    model: Kimi,
+    params: Any,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: frozenset[int] = frozenset(),
+) -> Iterator[int]:
+    """New token ids, one by one, up to `max_new_tokens` or a stop id (which is not given out).
+
+    Raises:
+      ValueError: empty prompt, an id outside the vocabulary, a prompt beyond the cache, or a
+        temperature or top_p that is no such thing.
+    """
+    check_token_ids(prompt, model.config.vocab_size, 'prompt')
+    if max_new_tokens < 1:
+        raise ValueError(f'max_new_tokens: got {max_new_tokens}, wanted 1 or more')
+    if temperature < 0:
+        raise ValueError(f'temperature: got {temperature}, wanted 0 or more')
+    if not 0 < top_p <= 1:
+        raise ValueError(f'top_p: got {top_p}, wanted a number in (0, 1]')
+    size = cache_size(len(prompt), max_new_tokens, model.config.max_position_embeddings)
+    return _generate(
+        model, params, prompt, size, max_new_tokens, temperature, top_p, seed, stop_ids
+    )
+
+
+def _generate(model, params, prompt, size, max_new_tokens, temperature, top_p, seed, stop_ids):
+    temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
+    key, now = jax.random.split(jax.random.key(seed))
+    logits, cache = read_prompt(model, params, prompt, size)
+    token = sample(logits, now, temperature, top_p)
+    for left in reversed(range(max_new_tokens)):
+        value = int(token[0])
+        if value in stop_ids:
+            return
+        yield value
+        if left:
+            token, cache, key = _decode(model, params, token, cache, key, temperature, top_p)

@@ -1,0 +1,221 @@
+"""How a run goes: restore or start, step, log, evaluate, save, stop cleanly."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from etils import epath
+
+from k3jax.config import Config
+from k3jax.data import loader
+from k3jax.data.ngram import trigram_bits_per_byte
+from k3jax.data.tokenizer import Tokenizer, load_tokenizer
+from k3jax.model.flops import active_parameters, total_parameters
+from k3jax.model.kimi import Kimi, init_params
+from k3jax.model.layer import Run
+from k3jax.train import metrics as metrics_lib
+from k3jax.train.checkpoint import Checkpoints, write_config
+from k3jax.train.eval import HeldOut, evaluate
+from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
+from k3jax.train.step import TrainState, make_train_step
+
+
+class NonFiniteLoss(ValueError):
+    """The loss is not a number any more; the message names the step."""
+
+
+class Outcome(NamedTuple):
+    """How a run ended. finished: False after SIGTERM, which saved and stopped early."""
+
+    state: TrainState
+    model: Kimi
+    tokenizer: Tokenizer
+    finished: bool
+
+
+class _StopRequest:
+    """Remembers a SIGTERM until the current step is done."""
+
+    def __enter__(self) -> _StopRequest:
+        self.asked = False
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def _note(self, *_: Any) -> None:
+        self.asked = True
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+
+def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f'data.tokenizer: {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, wanted '
+            f'at most {config.model.vocab_size} (model.vocab_size)'
+        )
+
+
+class Trainer:
+    """One run in one workdir."""
+
+    def __init__(self, config: Config, workdir: str):
+        self.config, self.workdir = config, epath.Path(workdir)
+        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        _check_vocabulary(config, self.tokenizer)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        write_config(self.workdir, config)
+        run = Run(jnp.dtype(config.train.dtype), jnp.dtype('float32'), config.train.remat)
+        self.model = Kimi(config.model, run, config.train.scan_layers)
+        labels = leaf_labels(config.model, self.model.plan)
+        self.optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
+        self.checkpoints = Checkpoints(self.workdir, keep=config.train.keep_checkpoints)
+        self.data = loader.train_iterator(
+            config.data,
+            self.tokenizer,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        self._step = jax.jit(
+            make_train_step(self.model, self.optimizer, config.train.grad_accum_steps),
+            donate_argnums=0,
+        )
+
+    def _fresh_state(self, key: jax.Array) -> TrainState:
+        params = init_params(self.model, key)
+        return TrainState(jnp.int32(0), params, self.optimizer.init(params))
+
+    def start(self) -> TrainState:
+        """The newest whole checkpoint, with the data put where it was; or a fresh state."""
+        key = jax.random.key(self.config.train.seed)
+        abstract = jax.eval_shape(self._fresh_state, key)
+        found = self.checkpoints.restore_newest(abstract)
+        if found is None:
+            return jax.jit(self._fresh_state)(key)
+        state, data_state = found
+        self.data.set_state(data_state)
+        metrics_lib.drop_after(self.workdir, int(state.step))
+        logging.info('resumed from step %d', int(state.step))
+        return state
+
+    def describe(self) -> None:
+        """Prints what the run will do, before the first step."""
+        model, train, data = self.config.model, self.config.train, self.config.data
+        logging.info(
+            '%s: %s parameters, %s active a token; %d layers; %s on %d x %s',
+            model.name,
+            f'{total_parameters(model):,}',
+            f'{active_parameters(model):,}',
+            model.num_hidden_layers,
+            train.dtype,
+            jax.device_count(),
+            jax.devices()[0].device_kind,
+        )
+        logging.info(
+            '%d steps of %d x %d tokens from %s; workdir %s',
+            train.num_steps,
+            data.batch_size,
+            data.sequence_length,
+            data.source,
+            self.workdir,
+        )
+
+    def save(self, state: TrainState) -> None:
+        self.checkpoints.save(state, self.data.get_state())
+
+    def trigram(self) -> float:
+        """Held-out bits per byte of a trigram model counted on the training split."""
+        config, tokenizer = self.config.data, self.tokenizer
+        return trigram_bits_per_byte(
+            loader.document_tokens(config, tokenizer, 'train'),
+            loader.held_out_batches(config, tokenizer, self.config.train.eval_batches),
+            tokenizer.token_byte_lengths(),
+        )
+
+    def evaluate(self, params: Any) -> HeldOut:
+        """Held-out loss over `train.eval_batches` batches, the same every time."""
+        num_batches = self.config.train.eval_batches
+        batches = loader.held_out_batches(self.config.data, self.tokenizer, num_batches)
+        return evaluate(self.model, params, batches, self.tokenizer.token_byte_lengths())
+
+    def run(self, on_step: Callable[[int], None] | None = None) -> Outcome:
+        """Trains to `num_steps`.
+
+        Args:
+          on_step: called after each step with its number.
+
+        Raises:
+          NonFiniteLoss: names the step; the newest checkpoint is from before it.
+          OSError: a checkpoint could not be written.
+        """
+        self.describe()
+        state = self.start()
+        writer = metrics_lib.MetricsWriter(self.workdir, self.config.train.num_steps)
+        try:
+            with _StopRequest() as stop:
+                state, finished = self._steps(state, writer, stop, on_step or (lambda step: None))
+        finally:
+            writer.close()
+        return Outcome(state, self.model, self.tokenizer, finished)
+
+    def _steps(self, state, writer, stop, on_step) -> tuple[TrainState, bool]:
+        train = self.config.train
+        schedule = learning_rate(self.config.optimizer, train.num_steps)
+        first = step = int(state.step)
+        watch, started, tokens = metrics_lib.Stopwatch(), time.perf_counter(), 0
+        saved = step
+        while step < train.num_steps and not stop.asked:
+            batch = next(self.data)
+            state, metrics = self._step(state, batch)
+            step += 1
+            loss = float(metrics['loss'])
+            if not math.isfinite(loss):
+                self.checkpoints.wait()
+                raise NonFiniteLoss(
+                    f'loss is {loss} at step {step}; the newest checkpoint is of step '
+                    f'{next(iter(self.checkpoints.steps()), "none")}. Lower '
+                    'optimizer.learning_rate, or look at the data of that step'
+                )
+            tokens += batch['tokens'].size * jax.process_count()
+            if step % train.log_every == 0 or step == train.num_steps or step == first + 1:
+                seconds = watch.lap()
+                values = {
+                    'loss': loss,
+                    'grad_norm': float(metrics['grad_norm']),
+                    'learning_rate': float(schedule(step - 1)),
+                    'tokens_per_second': tokens / seconds,
+                    'step_ms': 1000 * seconds / max(1, tokens) * batch['tokens'].size,
+                }
+                tokens = 0
+                pace = (time.perf_counter() - started) / (step - first)
+                writer.write(step, values)
+                writer.step_line(step, values, pace * (train.num_steps - step))
+            if train.eval_every and step % train.eval_every == 0:
+                self._log_evaluation(state, writer)
+            if step % train.checkpoint_every == 0:
+                self.save(state)
+                saved = step
+            on_step(step)
+        if saved != step:
+            self.save(state)
+        self.checkpoints.wait()
+        if stop.asked and step < train.num_steps:
+            logging.info('SIGTERM: saved step %d; the same command goes on from there', step)
+            return state, False
+        return state, True
+
+    def _log_evaluation(self, state: TrainState, writer: metrics_lib.MetricsWriter) -> None:
+        result, step = self.evaluate(state.params), int(state.step)
+        writer.write(
+            step, {'held_out_loss': result.loss, 'held_out_bits_per_byte': result.bits_per_byte}
+        )
+        logging.info(
+            'step %d: held-out loss %.4f, %.3f bits a byte', step, result.loss, result.bits_per_byte
+        )

@@ -1,0 +1,104 @@
+"""What training writes down: a step line, JSON lines, TensorBoard events and a plot."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import matplotlib
+from absl import logging
+from etils import epath
+
+matplotlib.use('Agg')
+from matplotlib import pyplot as plt  # noqa: E402
+
+# name -> (unit, how it reads in the step line)
+STEP_LINE = {
+    'loss': '{:.4f}',
+    'learning_rate': '{:.1e}',
+    'step_ms': '{:.0f} ms',
+    'tokens_per_second': '{:,.0f} tok/s',
+}
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3.4 min or 5.6 h."""
+    if seconds < 60:
+        return f'{seconds:.0f} s'
+    return f'{seconds / 60:.1f} min' if seconds < 3600 else f'{seconds / 3600:.1f} h'
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` and TensorBoard events in a workdir; one writer a run."""
+
+    def __init__(self, workdir: epath.Path, num_steps: int):
+        from tensorboardX import SummaryWriter
+
+        self._path = workdir / 'metrics.jsonl'
+        self._num_steps = num_steps
+        self._events = SummaryWriter(str(workdir / 'tensorboard'))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One JSON object with `step` and `values`, and the same scalars for TensorBoard."""
+        with self._path.open('a') as f:
+            f.write(json.dumps({'step': step, **values}) + '\n')
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def step_line(self, step: int, values: dict[str, float], eta_s: float) -> None:
+        shown = [form.format(values[name]) for name, form in STEP_LINE.items() if name in values]
+        done = f'step {step:05d}/{self._num_steps} ({100 * step / self._num_steps:.1f}%)'
+        logging.info('%s | loss %s | eta %s', done, ' | '.join(shown), duration(eta_s))
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def drop_after(workdir: epath.Path, step: int) -> None:
+    """Removes the records of steps after `step`: a resumed run writes them again."""
+    path = workdir / 'metrics.jsonl'
+    if not path.exists():
+        return
+    kept = [row for row in read_metrics(path) if row['step'] <= step]
+    path.write_text(''.join(json.dumps(row) + '\n' for row in kept))
+
+
+def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line cut by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            logging.warning('%s: skipped a line that is not JSON: %.60s', path, line)
+    return rows
+
+
+def plot_loss(workdir: epath.Path) -> None:
+    """Draws `loss.png` from `metrics.jsonl`: training loss and held-out loss over steps."""
+    rows = read_metrics(workdir / 'metrics.jsonl')
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout='constrained')
+    for name, style in (('loss', '-'), ('held_out_loss', 'o--')):
+        points = [(row['step'], row[name]) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace('_', ' '))
+    axes.set(xlabel='step', ylabel='loss (nats a token)', title='Training loss')
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with (workdir / 'loss.png').open('wb') as f:
+        figure.savefig(f, format='png', dpi=120)
+    plt.close(figure)
+
+
+class Stopwatch:
+    """Time and tokens since the last look."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return seconds
