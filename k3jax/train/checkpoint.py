@@ -37,7 +37,7 @@ def write_config(workdir: epath.Path, config: Config) -> None:
             )
     temporary = workdir / f'{CONFIG_FILE}.tmp'
     temporary.write_text(json.dumps(now, indent=1))
-    temporary.rename(path)
+    temporary.replace(path)
 
 
 _MUST_MATCH = ('model', 'train.scan_layers', 'data.tokenizer')
