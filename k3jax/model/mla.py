@@ -11,53 +11,12 @@ from jax import lax
 from k3jax.config import ModelConfig
 from k3jax.model.cache import MLACache
 from k3jax.model.norms import project, rms_norm
+from pallas_kernels.mla import causal_attention
 
 Params = dict[str, Any]
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 512
-
-
-def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """q, k [B, T|S, H, qk]; v [B, S, H, V]; mask [B, T, S]. Rows without a key give 0."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum('bthk,bshk->bhts', q, k, preferred_element_type=wide)
-    scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)
-    return jnp.einsum('bhts,bshv->bthv', weights.astype(v.dtype), v)
-
-
-def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-) -> jax.Array:
-    """Attention inside each document, of every token to itself and to what came before.
-
-    Long inputs go by blocks of queries, whose scores are recomputed in the backward pass.
-
-    Args: q, k [B, T, H, qk]; v [B, T, H, V]; segment_ids [B, T] runs, 0 = padding.
-    Returns: [B, T, H, V], 0 on padding.
-    """
-    batch, length = q.shape[:2]
-    position = jnp.arange(length)
-    if segment_ids is None:
-        segment_ids = jnp.ones((batch, length), jnp.int32)
-    run = jnp.cumsum(jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0, axis=1)
-    run = jnp.where(segment_ids > 0, run, -1)
-
-    def block(q: jax.Array, run_q: jax.Array, position_q: jax.Array) -> jax.Array:
-        mask = (run_q[..., None] == run[:, None]) & (run_q >= 0)[..., None]
-        return _softmax_attention(q, k, v, mask & (position_q[:, None] >= position))
-
-    if length <= 2 * QUERY_BLOCK or length % QUERY_BLOCK:
-        return block(q, run, position)
-    split = (-1, QUERY_BLOCK)
-    q = jnp.moveaxis(q.reshape(batch, *split, *q.shape[2:]), 1, 0)
-    runs = jnp.moveaxis(run.reshape(batch, *split), 1, 0)
-    out = lax.map(lambda x: jax.checkpoint(block)(*x), (q, runs, position.reshape(split)))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, length, *out.shape[3:])
 
 
 def _expand(params: Params, latent: jax.Array, key: jax.Array, config: ModelConfig):

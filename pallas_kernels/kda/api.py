@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.segments import runs_of
 from pallas_kernels.kda.chunked import chunked_kda
 from pallas_kernels.kda.gate import Gate, kda_gate
 from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
-from pallas_kernels.kda.segments import runs_of
 
 Implementation = Literal['reference', 'xla', 'pallas']
 

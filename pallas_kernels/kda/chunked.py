@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.kda.segments import Runs
+from pallas_kernels.common.segments import Runs
 
 CHUNK = 64
 TILE = 16  # pairs of blocks inside a tile are scored by products of tiles, others of the chunk

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kda.segments import Runs
+from pallas_kernels.common.segments import Runs
 
 L2_EPS = 1e-6  # added to the sum of squares, inside the root
 

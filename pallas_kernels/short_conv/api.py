@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.segments import Runs, runs_of
+from pallas_kernels.common.segments import Runs, runs_of
 
 
 def _new_tail(extended: jax.Array, runs: Runs | None, taps: int) -> jax.Array:
