@@ -57,22 +57,28 @@ def k3(
 
 
 def k3_deep(**fields: Any) -> ModelConfig:
-    """Ten layers that fold: blocks of three, the middle two alike and with a run of KDA inside."""
-    return k3((1, 2, 4, 5, 7, 8), (3, 6, 9, 10), attn_res_block_size=3, **fields)
+    """Seven layers that fold: two equal blocks of a run of KDA layers and an MLA layer; a tail."""
+    own = {'attn_res_block_size': 3, 'first_k_dense_replace': 0}
+    return k3((1, 2, 4, 5), (3, 6, 7), **(own | fields))
 
 
-def kimi_linear(**fields: Any) -> ModelConfig:
-    """Five layers: KDA, KDA, KDA, MLA, MLA."""
+def kimi_linear(
+    kda_layers: tuple[int, ...] = (1, 2, 3),
+    full_attn_layers: tuple[int, ...] = (4, 5),
+    **fields: Any,
+) -> ModelConfig:
+    """Plain residuals; by default five layers: KDA, KDA, KDA, MLA, MLA."""
     own = {
         'name': 'test_kimi_linear',
         'family': 'kimi_linear',
-        'num_hidden_layers': 5,
+        'num_hidden_layers': len(kda_layers + full_attn_layers),
         'hidden_act': 'silu',
         'q_lora_rank': None,
         'num_shared_experts': 1,
         'routed_scaling_factor': 2.446,
     }
-    return ModelConfig(linear_attn_config=_linear((1, 2, 3), (4, 5)), **(_COMMON | own | fields))
+    linear = _linear(kda_layers, full_attn_layers)
+    return ModelConfig(linear_attn_config=linear, **(_COMMON | own | fields))
 
 
 def _fill(rng: np.random.Generator, leaf: Leaf) -> np.ndarray:
