@@ -32,17 +32,17 @@ $(VENV)/.runtime: requirements.txt
 	  { echo 'error: $(PYTHON) is missing or older than 3.11; say make PYTHON=/path/to/python' >&2; exit 1; }
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV) || \
 	  { echo 'error: $(PYTHON) has no working venv module (Debian: apt-get install python3-venv)' >&2; exit 1; }
-	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet --requirement requirements.txt
+	$(PIP) install -qq --upgrade pip
+	$(PIP) install -qq --requirement requirements.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime pyproject.toml
-	$(PIP) install --quiet --editable '.[dev]'
+	$(PIP) install -qq --editable '.[dev]'
 	@touch $@
 
 # Not to be had on every platform: then the tests that need it are skipped, and say so.
 $(VENV)/.oracle: $(VENV)/.dev
-	@$(PIP) install --quiet --editable '.[oracle]' && touch $@ || \
+	@$(PIP) install -qq --editable '.[oracle]' && touch $@ || \
 	  echo 'warning: no MLX here; tests marked oracle will be skipped' >&2
 
 train: $(VENV)/.runtime
