@@ -12,7 +12,6 @@ from k3jax.model import mla
 from k3jax.model.cache import KDACache, MLACache
 from k3jax.model.kda import kda_mixer
 from k3jax.model.moe import moe
-from pallas_kernels.mla import causal_attention
 from tests import tiny
 from tests.compare import relative_error
 from tests.oracles import kimi as oracle
@@ -106,26 +105,6 @@ def test_latent_epsilon_is_its_own_and_matters_for_small_latents():
     other = dataclasses.replace(config, mla_latent_norm_eps=config.rms_norm_eps)
     changed, _ = run(mla.mla_mixer, params, x, config=other, **rest)
     assert relative_error(changed, got) > 1e-3
-
-
-@pytest.mark.parametrize('packed', [False, True])
-def test_attention_by_blocks_of_queries_equals_attention_at_once(monkeypatch, packed):
-    rng = np.random.default_rng(2)
-    q, k, do = (rng.standard_normal((B, 24, 2, d)) for d in (12, 12, 6))
-    v = rng.standard_normal((B, 24, 2, 6))
-    ids = np.array([[1] * 5 + [2] * 11 + [3] * 8, [1] * 20 + [0] * 4], np.int32) if packed else None
-
-    def values_and_gradients(q, k, v):
-        o, vjp = jax.vjp(lambda *a: causal_attention(*a, ids), q, k, v)
-        return o, *vjp(do)
-
-    want = run(values_and_gradients, q, k, v)
-    monkeypatch.setattr(mla, 'QUERY_BLOCK', 4)
-    got = run(values_and_gradients, q, k, v)
-    for a, b in zip(got, want, strict=True):
-        assert relative_error(a, b) < EXACT
-    if packed:
-        assert not np.any(got[0][1, 20:])
 
 
 @pytest.mark.parametrize('key_block', [1, 4, 5, 16, 512])

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.common.segments import runs_of
 from pallas_kernels.kda import Gate, kda, kda_decode_step, kda_gate, l2_normalize
 from pallas_kernels.kda.chunked import CHUNK, chunked_kda
-from pallas_kernels.kda.segments import runs_of
 from tests.compare import assert_close, relative_error
 from tests.oracles import kda as oracle
 
