@@ -28,6 +28,7 @@ def gated_head_norm(o: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -
     return (x * jax.nn.sigmoid(z.astype(wide))).astype(o.dtype)
 
 
+@jax.named_scope('kda_mixer')
 def kda_mixer(
     params: Params,
     x: jax.Array,

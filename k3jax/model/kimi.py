@@ -78,6 +78,7 @@ class Kimi(nn.Module):
         return h, Cache(cache.length + new, layers)
 
 
+@jax.named_scope('head')
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """Float32 logits [..., Z] of hidden states [..., D]."""
     weight = params['lm_head'].astype(hidden.dtype)

@@ -77,28 +77,25 @@ class DecoderLayer(nn.Module):
             )
 
         x = rms_norm(read('self_attention_res', use_prefix), params['input_layernorm'], eps)
-        with jax.named_scope('self_attn'):
-            if config.is_kda(self.layer):
-                a, cache = kda_mixer(
-                    params['self_attn'], x, config, segment_ids=sequence.segment_ids, cache=cache
-                )
-            else:
-                a, cache = mla_mixer(
-                    params['self_attn'],
-                    x,
-                    config,
-                    segment_ids=sequence.segment_ids,
-                    cache=cache,
-                    length=sequence.length,
-                )
+        if config.is_kda(self.layer):
+            a, cache = kda_mixer(
+                params['self_attn'], x, config, segment_ids=sequence.segment_ids, cache=cache
+            )
+        else:
+            a, cache = mla_mixer(
+                params['self_attn'],
+                x,
+                config,
+                segment_ids=sequence.segment_ids,
+                cache=cache,
+                length=sequence.length,
+            )
         prefix = prefix + a
         y = rms_norm(read('mlp_res', True), params['post_attention_layernorm'], eps)
         if config.is_moe(self.layer):
-            with jax.named_scope('block_sparse_moe'):
-                m = moe(params['block_sparse_moe'], y, config)
+            m = moe(params['block_sparse_moe'], y, config)
         else:
-            with jax.named_scope('mlp'):
-                m = gated_mlp(params['mlp'], y, activation_of(config))
+            m = gated_mlp(params['mlp'], y, activation_of(config))
         return prefix + m, cache
 
 

@@ -110,6 +110,7 @@ def _write(cache: MLACache, latent: jax.Array, key: jax.Array, position: jax.Arr
     return MLACache(put(cache.latent, latent), put(cache.key, key))
 
 
+@jax.named_scope('mla_mixer')
 def mla_mixer(
     params: Params,
     x: jax.Array,

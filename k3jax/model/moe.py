@@ -28,6 +28,7 @@ def activation_of(config: ModelConfig) -> GatedActivation:
     return SiTU(config.activation_situ_beta, config.activation_situ_linear_beta)
 
 
+@jax.named_scope('mlp')
 def gated_mlp(params: Params, x: jax.Array, activation: GatedActivation) -> jax.Array:
     """down(activation(gate(x), up(x)))."""
     gate, up = project(x, params['gate_proj']), project(x, params['up_proj'])
@@ -89,6 +90,7 @@ def routed_experts(params: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     return project(mixed, params['routed_expert_up_proj'])
 
 
+@jax.named_scope('block_sparse_moe')
 def moe(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Routed experts plus the shared MLP, both reading x [B, T, D].
 

@@ -14,6 +14,7 @@ IGNORE = -1  # targets that do not count
 LOGITS_AT_ONCE = 1 << 25  # elements of a block of logits; above it, blocks are recomputed
 
 
+@jax.named_scope('loss')
 def token_losses(params: dict[str, Any], hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p(target), natural, for each position; 0 where the target is IGNORE.
 

@@ -54,8 +54,9 @@ def make_train_step(
         total, grads = accumulate(state.params, batch)
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
         loss, grads = total / count, jax.tree.map(lambda g: g / count, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope('optimizer'):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         metrics = {'loss': loss, 'grad_norm': optax.global_norm(grads), 'targets': count}
         return TrainState(state.step + 1, params, opt_state), metrics
 
