@@ -249,6 +249,7 @@ class DataConfig:
     held_out_every: int = 20  # every n-th document is held out
     max_document_bytes: int = 1 << 20  # longer documents are cut into pieces of this size
     shuffle_seed: int = 0
+    shuffle_rows: int = 1024  # rows shuffled together after packing; 1: as they come
 
     def __post_init__(self) -> None:
         _positive(
@@ -256,6 +257,7 @@ class DataConfig:
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
             max_document_bytes=self.max_document_bytes,
+            shuffle_rows=self.shuffle_rows,
         )
         _require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
 

@@ -82,6 +82,10 @@ def train_iterator(
     dataset = dataset.shuffle(seed=config.shuffle_seed % 2**32).repeat()
     dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
     dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
+    # A long document fills many rows in a row; without this a batch would be of one document.
+    dataset = grain.experimental.WindowShuffleIterDataset(
+        dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed % 2**32
+    )
     dataset = dataset.batch(rows, drop_remainder=True).map(pack.as_batch)
     identity = {
         'source': config.source,
@@ -89,6 +93,7 @@ def train_iterator(
         'num_bytes': documents.num_bytes,
         'vocab_size': tokenizer.vocab_size,
         'shuffle_seed': config.shuffle_seed,
+        'shuffle_rows': config.shuffle_rows,
         'process_count': process_count,
         'process_index': process_index,
     }

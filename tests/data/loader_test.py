@@ -1,5 +1,6 @@
 """The loader: no token is lost, targets stay in their document, and resuming is exact."""
 
+import dataclasses
 import itertools
 import json
 
@@ -15,14 +16,34 @@ TOKENIZER = tokenizer_lib.byte_tokenizer()
 
 @pytest.fixture
 def corpus(tmp_path):
+    """Rows in the order of the documents, so that documents can be read back."""
     rng = np.random.default_rng(0)
     texts = [f'{i:03d}:' + 'x' * int(rng.integers(0, 90)) for i in range(41)]
     lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
     (tmp_path / 'a.jsonl').write_text(lines)
     config = config_lib.DataConfig(
-        source=str(tmp_path), sequence_length=32, batch_size=4, held_out_every=10, shuffle_seed=3
+        source=str(tmp_path),
+        sequence_length=32,
+        batch_size=4,
+        held_out_every=10,
+        shuffle_seed=3,
+        shuffle_rows=1,
     )
     return config, texts
+
+
+def rows_of(batches):
+    return sorted(tuple(row) for batch in batches for row in batch['tokens'].tolist())
+
+
+def test_rows_are_shuffled_inside_their_window_and_none_is_lost(corpus):
+    config, _ = corpus
+    plain = take(loader.train_iterator(config, TOKENIZER), 6)
+    shuffled = dataclasses.replace(config, shuffle_rows=12)
+    mixed = take(loader.train_iterator(shuffled, TOKENIZER), 6)
+    assert rows_of(mixed[:3]) == rows_of(plain[:3])
+    assert rows_of(mixed[3:]) == rows_of(plain[3:])
+    assert not np.array_equal(mixed[0]['tokens'], plain[0]['tokens'])
 
 
 def take(iterator, count):
@@ -87,9 +108,11 @@ def test_the_seed_decides_the_order(corpus):
     assert documents_of(same[0]) != documents_of(different)
 
 
-@pytest.mark.parametrize('taken', [0, 1, 2, 7, 13, 14, 15, 40, 300])
-def test_resuming_from_json_equals_going_on(corpus, taken):
+@pytest.mark.parametrize('shuffle_rows', [1, 10])
+@pytest.mark.parametrize('taken', [0, 1, 2, 5, 7, 13, 14, 15, 40, 300])
+def test_resuming_from_json_equals_going_on(corpus, taken, shuffle_rows):
     config, _ = corpus  # about 14 batches an epoch
+    config = dataclasses.replace(config, shuffle_rows=shuffle_rows)
     straight = loader.train_iterator(config, TOKENIZER)
     take(straight, taken)
     state = json.loads(json.dumps(straight.get_state()))
@@ -110,7 +133,7 @@ def test_resuming_is_exact_at_every_batch_of_long_and_short_documents(tmp_path):
     lines = [json.dumps({'text': chr(97 + i % 26) * int(n)}) for i, n in enumerate(sizes)]
     (tmp_path / 'a.jsonl').write_text('\n'.join(lines))
     config = config_lib.DataConfig(
-        source=str(tmp_path), sequence_length=16, batch_size=2, held_out_every=2
+        source=str(tmp_path), sequence_length=16, batch_size=2, held_out_every=2, shuffle_rows=6
     )
     straight = loader.train_iterator(config, TOKENIZER)
     states, batches = [straight.get_state()], []
