@@ -70,7 +70,9 @@ class Checkpoints:
     """The checkpoints of one run: async saves, the newest N kept, whole ones only."""
 
     def __init__(self, workdir: epath.Path, keep: int | None = None):
-        self._folder = workdir / CHECKPOINTS
+        folder = workdir / CHECKPOINTS
+        # Orbax takes absolute paths only, and resolve() would put gs:// under the current folder.
+        self._folder = folder if folder.is_absolute() else folder.resolve()
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),

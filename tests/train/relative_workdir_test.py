@@ -1,0 +1,24 @@
+"""A workdir may be given relative to where one is, as `make train` does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.step import TrainState
+
+
+def test_checkpoints_in_a_relative_workdir_are_saved_and_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = TrainState(jnp.int32(3), {'w': jnp.arange(4.0)}, {'m': jnp.ones(2)})
+    checkpoints = Checkpoints(epath.Path('runs/mine'))
+    checkpoints.save(state, {'position': 7})
+    checkpoints.wait()
+    again = Checkpoints(epath.Path('runs/mine'))
+    found = again.restore_newest(jax.eval_shape(lambda: state))
+    assert found is not None
+    restored, data = found
+    assert int(restored.step) == 3 and data == {'position': 7}
+    np.testing.assert_array_equal(restored.params['w'], state.params['w'])
+    assert (tmp_path / 'runs/mine/checkpoints/3').is_dir()
