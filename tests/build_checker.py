@@ -53,6 +53,8 @@ DIRECTIONS = {
     ),
     'configs': ('configs', 'k3jax.config'),
     'experiments': ('configs', 'k3jax', 'pallas_kernels'),
+    # Its other half runs under another environment's Python; both name the same workload.
+    'experiments.bench': ('configs', 'experiments.bench_peers', 'k3jax', 'pallas_kernels'),
     'tests': ('configs', 'k3jax', 'pallas_kernels', 'tests'),
 }
 
