@@ -57,7 +57,7 @@ def make_train_step(
         with jax.named_scope('optimizer'):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        metrics = {'loss': loss, 'grad_norm': optax.global_norm(grads), 'targets': count}
+        metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads), 'targets': count}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step

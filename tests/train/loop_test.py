@@ -1,0 +1,173 @@
+"""A run: resuming is exact, and every way it can be interrupted leaves a whole checkpoint."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from k3jax.train import checkpoint as checkpoint_lib
+from k3jax.train.loop import NonFiniteLoss, Trainer
+from tests import tiny
+
+
+@pytest.fixture
+def config(tmp_path):
+    texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
+    corpus = tmp_path / 'corpus'
+    corpus.mkdir()
+    (corpus / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
+    return Config(
+        model=tiny.k3(vocab_size=512),
+        optimizer=OptimizerConfig(warmup_steps=1),
+        data=DataConfig(
+            source=str(corpus), sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
+        ),
+        train=TrainConfig(
+            num_steps=6, dtype='float32', log_every=1, checkpoint_every=2, eval_batches=2
+        ),
+    )
+
+
+def with_train(config, **fields):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **fields))
+
+
+def leaves(state):
+    return [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
+
+
+def stop_after(step):
+    def on_step(now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return on_step
+
+
+def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not(config, tmp_path):
+    straight = Trainer(config, str(tmp_path / 'a')).run()
+    stopped = Trainer(config, str(tmp_path / 'b')).run(stop_after(3))
+    assert not stopped.finished and int(stopped.state.step) == 3
+    resumed = Trainer(config, str(tmp_path / 'b')).run()
+    assert resumed.finished and int(resumed.state.step) == 6
+    for a, b in zip(leaves(straight.state), leaves(resumed.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = [
+        [json.loads(line) for line in (tmp_path / run / 'metrics.jsonl').read_text().splitlines()]
+        for run in 'ab'
+    ]
+    for a, b in zip(*rows, strict=True):
+        assert (a['step'], a['loss']) == (b['step'], b['loss'])
+
+
+def test_a_finished_run_has_nothing_left_to_do(config, tmp_path):
+    first = Trainer(config, str(tmp_path / 'a')).run()
+    again = Trainer(config, str(tmp_path / 'a')).run()
+    assert again.finished
+    for a, b in zip(leaves(first.state), leaves(again.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_newest_checkpoints_are_kept(config, tmp_path):
+    Trainer(with_train(config, keep_checkpoints=2), str(tmp_path / 'a')).run()
+    kept = sorted(int(path.name) for path in (tmp_path / 'a/checkpoints').iterdir())
+    assert kept == [4, 6]
+
+
+def damage(checkpoint: pathlib.Path) -> None:
+    """Cuts every data file short."""
+    for path in checkpoint.rglob('*'):
+        if path.is_file() and path.stat().st_size > 200:
+            path.write_bytes(path.read_bytes()[:100])
+
+
+def test_an_unreadable_newest_checkpoint_is_set_aside_and_the_one_before_taken(
+    config, tmp_path, caplog
+):
+    straight = Trainer(config, str(tmp_path / 'a')).run()
+    damage(tmp_path / 'a/checkpoints/6')
+    resumed = Trainer(config, str(tmp_path / 'a')).run()
+    assert 'checkpoint of step 6 cannot be read' in caplog.text
+    assert 'resumed from step 4' in caplog.text
+    assert (tmp_path / 'a/unreadable_checkpoint_6').exists()
+    assert (tmp_path / 'a/checkpoints/6').exists()
+    for a, b in zip(leaves(straight.state), leaves(resumed.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_readable_checkpoint_is_an_error(config, tmp_path):
+    Trainer(with_train(config, num_steps=2), str(tmp_path / 'a')).run()
+    damage(tmp_path / 'a/checkpoints/2')
+    with pytest.raises(ValueError, match=r'none of the checkpoints \[2\] can be read'):
+        Trainer(config, str(tmp_path / 'a')).run()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(config, tmp_path):
+    wild = dataclasses.replace(
+        config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0)
+    )
+    trainer = Trainer(wild, str(tmp_path / 'a'))
+    with pytest.raises(NonFiniteLoss, match=r'loss is (nan|inf) at step \d+; the newest'):
+        trainer.run()
+    for path in (tmp_path / 'a/checkpoints').iterdir():
+        params, _ = checkpoint_lib.Checkpoints(trainer.workdir).restore_params(
+            jax.eval_shape(trainer._fresh_state, jax.random.key(0)).params
+        )
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(params)), path
+
+
+def test_a_workdir_of_another_model_is_an_error_that_names_the_field(config, tmp_path):
+    Trainer(with_train(config, num_steps=2), str(tmp_path / 'a')).run()
+    other = dataclasses.replace(config, model=tiny.k3(vocab_size=512, hidden_size=32))
+    with pytest.raises(ValueError, match=r'model\.hidden_size is 24 there, 32 here'):
+        Trainer(other, str(tmp_path / 'a'))
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_an_error(config, tmp_path):
+    small = dataclasses.replace(config, model=tiny.k3(vocab_size=300))
+    with pytest.raises(ValueError, match=r'has 512 tokens, wanted at most 300'):
+        Trainer(small, str(tmp_path / 'a'))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stays(config, tmp_path):
+    """A file-size limit stands for a full disk."""
+    script = f"""
+import resource, sys
+from tests.train import loop_test
+config = loop_test.saved_config({str(tmp_path / 'config.json')!r})
+trainer = loop_test.Trainer(config, {str(tmp_path / 'a')!r})
+def limit(step):
+    if step == 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+try:
+    trainer.run(limit)
+except OSError as error:
+    print('OSERROR', error)
+"""
+    (tmp_path / 'config.json').write_text(json.dumps(dataclasses.asdict(config)))
+    out = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True)
+    assert 'OSERROR' in out.stdout and 'could not be written' in out.stdout, out.stderr[-2000:]
+    resumed = Trainer(config, str(tmp_path / 'a'))
+    assert int(resumed.start().step) == 2
+
+
+def saved_config(path: str) -> Config:
+    """A config from its JSON, for the subprocess above."""
+    from k3jax.config import model_config_from_dict
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    fields = json.loads(pathlib.Path(path).read_text())
+    return Config(
+        model=model_config_from_dict(fields['model']),
+        optimizer=OptimizerConfig(**fields['optimizer']),
+        data=DataConfig(**fields['data']),
+        train=TrainConfig(**fields['train']),
+    )
