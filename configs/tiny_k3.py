@@ -1,6 +1,13 @@
 """A K3 that trains on a laptop: every mechanism of the release, small widths, byte tokens."""
 
-from k3jax.config import Config, LinearAttnConfig, ModelConfig
+from k3jax.config import (
+    Config,
+    DataConfig,
+    LinearAttnConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:
@@ -33,8 +40,17 @@ def get_config() -> Config:
         moe_intermediate_size=32,
         routed_expert_hidden_size=64,
         latent_moe_use_norm=True,
+        initializer_range=0.08,  # about hidden_size**-0.5; 0.02 is for the release's width
         bos_token_id=256,  # special slot 0
         eos_token_id=257,  # special slot 1, [EOS]
         pad_token_id=511,  # special slot 255
     )
-    return Config(model=model)
+    # Small steps, many of them: learns most from the few tokens that minutes on a CPU allow.
+    return Config(
+        model=model,
+        optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=30, b2=0.99),
+        data=DataConfig(sequence_length=256, batch_size=4, shuffle_rows=4096),
+        train=TrainConfig(
+            num_steps=800, dtype='float32', remat='none', log_every=20, checkpoint_every=200
+        ),
+    )
