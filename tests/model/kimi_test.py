@@ -162,10 +162,11 @@ def test_packed_documents_equal_separate_ones_in_logits_and_gradients():
 
 
 def feed(functions, params, cache, tokens, pieces):
-    """Prefills pieces, each padded to 8; `pieces` holds each row's number of tokens."""
+    """Prefills pieces, each padded to 16; `pieces` holds each row's number of tokens."""
     position = np.zeros(len(tokens), int)
+    # Not 8: there, in float64, LLVM of jaxlib 0.10.2 stops at "Cannot select SUBV_BROADCAST_LOAD".
     for counts in pieces:
-        padded = np.full((len(tokens), 8), 39, np.int32)
+        padded = np.full((len(tokens), 16), 39, np.int32)
         for b, count in enumerate(counts):
             padded[b, :count] = tokens[b, position[b] : position[b] + count]
         logits, cache = functions['prefill'](params, padded, np.array(counts, np.int32), cache)
@@ -186,7 +187,7 @@ def feed(functions, params, cache, tokens, pieces):
 def test_prefill_in_pieces_and_decoding_equal_the_forward_pass(name, dtype, tolerance):
     """Rows of unequal length, padded; one prefill, pieces of many sizes, then token by token."""
     tokens = tokens_of()
-    lengths = (8, 5)
+    lengths = (13, 9)
     with jax.enable_x64(dtype == 'float64'):
         model, params, functions = compiled(name, dtype)
         ids = np.ones((2, T), np.int32) if dtype == 'float64' else None
@@ -195,7 +196,7 @@ def test_prefill_in_pieces_and_decoding_equal_the_forward_pass(name, dtype, tole
         once, cache_once = feed(functions, params, empty, tokens, [lengths])
         for b, length in enumerate(lengths):
             assert relative_error(once[b], want[b, length - 1]) < tolerance
-        for pieces in ([(1, 1), (2, 3), (5, 1)], [(5, 2), (1, 1), (1, 1), (1, 1)]):
+        for pieces in ([(1, 1), (5, 7), (7, 1)], [(10, 3), (1, 1), (1, 1), (1, 4)]):
             cut, cache = feed(functions, params, empty, tokens, pieces)
             assert relative_error(cut, once) < tolerance
             for got, one in zip(jax.tree.leaves(cache), jax.tree.leaves(cache_once), strict=True):
@@ -210,7 +211,7 @@ def test_prefill_in_pieces_and_decoding_equal_the_forward_pass(name, dtype, tole
         # A cache is a value: going on from an earlier one again gives the same.
         again, _ = functions['decode'](params, token, before)
         np.testing.assert_array_equal(again, logits)
-        np.testing.assert_array_equal(cache.length, [15, 12])
+        np.testing.assert_array_equal(cache.length, [20, 16])
 
 
 def test_padding_at_the_end_of_a_row_changes_nothing():

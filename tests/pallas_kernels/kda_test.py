@@ -339,7 +339,8 @@ def test_chunk_size_does_not_matter(chunk):
     def run(inputs):
         def call(inputs):
             precision = jax.lax.Precision.HIGHEST
-            return chunked_kda(*inputs.values(), runs_of(ids), precision, chunk)
+            ordered = [inputs[name] for name in INPUTS]
+            return chunked_kda(*ordered, runs_of(ids), precision, chunk)
 
         (o, final), vjp = jax.vjp(call, inputs)
         return {'o': o, 'final_state': final} | vjp(cotangents)[0]
