@@ -137,8 +137,10 @@ class Checkpoints:
                 )
                 continue
             self._set_aside([other for other in steps if other > step])
-            state = TrainState(jax.numpy.int32(step), found.params, found.opt_state)
-            return state, found.data
+            # Placed as the rest is: a step of another placement would be compiled a second time.
+            place = jax.tree.leaves(found.params)[0].sharding
+            number = jax.device_put(jax.numpy.int32(step), place)
+            return TrainState(number, found.params, found.opt_state), found.data
         if steps:
             raise ValueError(
                 f'{self._folder}: none of the checkpoints {steps} can be read; '

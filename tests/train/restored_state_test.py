@@ -1,4 +1,4 @@
-"""A workdir may be given relative to where one is, as `make train` does."""
+"""Where checkpoints lie, and what a restored state is like to the step that goes on from it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,3 +22,16 @@ def test_checkpoints_in_a_relative_workdir_are_saved_and_found(tmp_path, monkeyp
     assert int(restored.step) == 3 and data == {'position': 7}
     np.testing.assert_array_equal(restored.params['w'], state.params['w'])
     assert (tmp_path / 'runs/mine/checkpoints/3').is_dir()
+
+
+def test_restored_state_is_compiled_for_once(tmp_path):
+    state = TrainState(jnp.int32(3), {'w': jnp.arange(4.0)}, {'m': jnp.ones(2)})
+    checkpoints = Checkpoints(epath.Path(tmp_path))
+    checkpoints.save(state, {})
+    checkpoints.wait()
+    restored, _ = checkpoints.restore_newest(jax.eval_shape(lambda: state))
+    step = jax.jit(lambda s: TrainState(s.step + 1, s.params, s.opt_state))
+    after = step(restored)
+    assert [x.committed for x in jax.tree.leaves(restored)] == [
+        x.committed for x in jax.tree.leaves(after)
+    ]
