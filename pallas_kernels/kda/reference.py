@@ -33,12 +33,13 @@ def kda_decode_step(
     """
     wide = state.dtype
     q, k, v32, g, beta = (x.astype(wide) for x in (q, k, v, g, beta))
-    # Multiply and reduce, not a matmul: float32 on every platform, and memory bound anyway.
     decayed = jnp.exp(g)[..., None] * state
-    read = jnp.sum(decayed * k[..., None], axis=-2)
-    u = beta[..., None] * (v32 - read)
+    # o = state'^T q = D^T q + (k . q) u: both reads of D in one product.
+    both = jnp.stack([k, q], axis=-2)
+    read = jnp.einsum('bhik,bhkv->bhiv', both, decayed, precision=lax.Precision.HIGHEST)
+    u = beta[..., None] * (v32 - read[..., 0, :])
     state = decayed + k[..., None] * u[..., None, :]
-    o = jnp.sum(state * q[..., None], axis=-2)
+    o = read[..., 1, :] + jnp.sum(k * q, axis=-1, keepdims=True) * u
     return o.astype(v.dtype), state
 
 
