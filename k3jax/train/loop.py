@@ -169,7 +169,7 @@ class Trainer:
         train = self.config.train
         schedule = learning_rate(self.config.optimizer, train.num_steps)
         first = step = int(state.step)
-        watch, started, tokens = metrics_lib.Stopwatch(), time.perf_counter(), 0
+        watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
         saved = step
         while step < train.num_steps and not stop.asked:
             batch = next(self.data)
@@ -194,9 +194,13 @@ class Trainer:
                     'step_ms': 1000 * seconds / max(1, tokens) * batch['tokens'].size,
                 }
                 tokens = 0
-                pace = (time.perf_counter() - started) / (step - first)
                 writer.write(step, values)
-                writer.step_line(step, values, pace * (train.num_steps - step))
+                if step == first + 1:  # it compiled; the others tell the pace
+                    started, eta = time.perf_counter(), None
+                else:
+                    pace = (time.perf_counter() - started) / (step - first - 1)
+                    eta = pace * (train.num_steps - step)
+                writer.step_line(step, values, eta)
             if train.eval_every and step % train.eval_every == 0:
                 self._log_evaluation(state, writer)
             if step % train.checkpoint_every == 0:

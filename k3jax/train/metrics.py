@@ -13,10 +13,10 @@ from etils import epath
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402
 
-# name -> (unit, how it reads in the step line)
+# name -> how it reads in the step line
 STEP_LINE = {
-    'loss': '{:.4f}',
-    'learning_rate': '{:.1e}',
+    'loss': 'loss {:.4f}',
+    'learning_rate': 'lr {:.1e}',
     'step_ms': '{:.0f} ms',
     'tokens_per_second': '{:,.0f} tok/s',
 }
@@ -46,10 +46,11 @@ class MetricsWriter:
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
-    def step_line(self, step: int, values: dict[str, float], eta_s: float) -> None:
+    def step_line(self, step: int, values: dict[str, float], eta_s: float | None) -> None:
         shown = [form.format(values[name]) for name, form in STEP_LINE.items() if name in values]
         done = f'step {step:05d}/{self._num_steps} ({100 * step / self._num_steps:.1f}%)'
-        logging.info('%s | loss %s | eta %s', done, ' | '.join(shown), duration(eta_s))
+        eta = 'unknown' if eta_s is None else duration(eta_s)
+        logging.info('%s | %s | eta %s', done, ' | '.join(shown), eta)
 
     def close(self) -> None:
         self._events.close()
