@@ -26,6 +26,15 @@ def _positive(where: str, **fields: int | float) -> None:
         _require(value > 0, f'{where}.{name}', value, 'a number above 0')
 
 
+def _not_negative(where: str, **fields: int | float) -> None:
+    for name, value in fields.items():
+        _require(value >= 0, f'{where}.{name}', value, '0 or more')
+
+
+def _seed(where: str, value: int) -> None:
+    _require(0 <= value < 2**32, where, value, 'a whole number in 0..2**32 - 1')
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearAttnConfig:
     """KDA geometry. Source: the release's `linear_attn_config`."""
@@ -226,7 +235,7 @@ class OptimizerConfig:
             eps=self.eps,
             grad_clip_norm=self.grad_clip_norm,
         )
-        _require(self.warmup_steps >= 0, 'optimizer.warmup_steps', self.warmup_steps, '0 or more')
+        _not_negative('optimizer', warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
         for name in ('b1', 'b2'):
             value = getattr(self, name)
             _require(0 <= value < 1, f'optimizer.{name}', value, 'a number in [0, 1)')
@@ -260,6 +269,7 @@ class DataConfig:
             shuffle_rows=self.shuffle_rows,
         )
         _require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
+        _seed('data.shuffle_seed', self.shuffle_seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,6 +299,14 @@ class TrainConfig:
             eval_batches=self.eval_batches,
             checkpoint_every=self.checkpoint_every,
             keep_checkpoints=self.keep_checkpoints,
+        )
+        _not_negative('train', eval_every=self.eval_every, sample_tokens=self.sample_tokens)
+        _seed('train.seed', self.seed)
+        _require(
+            bool(self.sample_prompt) or not self.sample_tokens,
+            'train.sample_prompt',
+            self.sample_prompt,
+            'at least one character to go on from, or train.sample_tokens=0',
         )
         _require(
             self.dtype in ('float32', 'bfloat16'),
@@ -328,10 +346,33 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def _check_fields(fields: Any, config_class: type, where: str) -> None:
+    """Checks that the dict `fields` has every field that `config_class` needs and no other."""
+    _require(isinstance(fields, dict), where, fields, 'an object with the fields of the model')
+    known = dataclasses.fields(config_class)
+    names = [field.name for field in known]
+    for name, value in fields.items():
+        _require(name in names, f'{where}.{name}', value, f'one of {", ".join(names)}')
+    for field in known:
+        if field.default is dataclasses.MISSING and field.name not in fields:
+            raise ConfigError(
+                f'{where}.{field.name}: got nothing, wanted the {field.type} that '
+                f'{config_class.__name__} needs'
+            )
+
+
 def model_config_from_dict(fields: dict[str, Any]) -> ModelConfig:
-    """Inverse of `to_dict` for a ModelConfig, also after JSON made its tuples lists."""
-    fields = dict(fields)
-    linear = dict(fields.pop('linear_attn_config'))
+    """Inverse of `to_dict` for a ModelConfig, also after JSON made its tuples lists.
+
+    Raises:
+      ConfigError: a field is missing, unknown or out of range; the message names it.
+    """
+    where = 'model.linear_attn_config'
+    _check_fields(fields, ModelConfig, 'model')
+    _check_fields(fields['linear_attn_config'], LinearAttnConfig, where)
+    linear = dict(fields['linear_attn_config'])
     for key in ('kda_layers', 'full_attn_layers'):
-        linear[key] = tuple(linear[key])
-    return ModelConfig(linear_attn_config=LinearAttnConfig(**linear), **fields)
+        layers = linear[key]
+        _require(isinstance(layers, list | tuple), f'{where}.{key}', layers, 'a list of layers')
+        linear[key] = tuple(layers)
+    return ModelConfig(**{**fields, 'linear_attn_config': LinearAttnConfig(**linear)})
