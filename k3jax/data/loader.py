@@ -38,8 +38,8 @@ class TrainIterator(Iterator[Batch]):
         """Goes on after the batch at which `state` was taken.
 
         Raises:
-          ValueError: `state` belongs to other data, another shuffle, or another number of
-            processes, so that its position means nothing here.
+          ValueError: `state` belongs to other data, cut or shuffled in another way, or to another
+            number of processes, so that its position means nothing here.
         """
         saved = state['data']
         for name, here in self._identity.items():
@@ -79,12 +79,12 @@ def train_iterator(
             f'of {process_count} processes; lower data.max_document_bytes to cut them in pieces'
         )
     dataset = grain.MapDataset.source(documents)[process_index::process_count]
-    dataset = dataset.shuffle(seed=config.shuffle_seed % 2**32).repeat()
+    dataset = dataset.shuffle(seed=config.shuffle_seed).repeat()
     dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
     dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
     # A long document fills many rows in a row; without this a batch would be of one document.
     dataset = grain.experimental.WindowShuffleIterDataset(
-        dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed % 2**32
+        dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed
     )
     dataset = dataset.batch(rows, drop_remainder=True).map(pack.as_batch)
     identity = {
@@ -92,6 +92,9 @@ def train_iterator(
         'num_documents': len(documents),
         'num_bytes': documents.num_bytes,
         'vocab_size': tokenizer.vocab_size,
+        'sequence_length': config.sequence_length,
+        'held_out_every': config.held_out_every,
+        'max_document_bytes': config.max_document_bytes,
         'shuffle_seed': config.shuffle_seed,
         'shuffle_rows': config.shuffle_rows,
         'process_count': process_count,

@@ -78,11 +78,7 @@ class TrigramModel:
         """
         base = vocab_size + 1  # the last symbol stands before each document, twice
         keys, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        for stream in _streams(documents, start=vocab_size):
-            if stream.min() < 0 or stream.max() > vocab_size:
-                raise ValueError(
-                    f'token ids: got {stream.min()}..{stream.max()}, wanted 0..{vocab_size - 1}'
-                )
+        for stream in _streams(_checked(documents, vocab_size), start=vocab_size):
             found = (stream[:-2] * base + stream[1:-1]) * base + stream[2:]
             found, times = np.unique(found[stream[2:] != vocab_size], return_counts=True)
             keys, where = np.unique(np.concatenate([keys, found]), return_inverse=True)
@@ -192,6 +188,17 @@ def _lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: f
     """`values` of the sorted `keys` that are `wanted`; `default` for those that are not there."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], default)
+
+
+def _checked(documents: Iterable[np.ndarray], vocab_size: int) -> Iterator[np.ndarray]:
+    """`documents`, whose tokens are all below `vocab_size`."""
+    for index, tokens in enumerate(documents):
+        if len(tokens) and (np.min(tokens) < 0 or np.max(tokens) >= vocab_size):
+            raise ValueError(
+                f'token ids: got {np.min(tokens)}..{np.max(tokens)} in document {index}, wanted '
+                f'0..{vocab_size - 1}; use the tokenizer that the vocabulary belongs to'
+            )
+        yield tokens
 
 
 def _streams(documents: Iterable[np.ndarray], start: int) -> Iterator[np.ndarray]:

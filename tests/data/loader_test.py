@@ -155,6 +155,21 @@ def test_a_state_of_other_data_is_refused(corpus, tmp_path):
         loader.train_iterator(config, TOKENIZER).set_state(state)
 
 
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [('sequence_length', 64), ('held_out_every', 9), ('max_document_bytes', 1 << 19)],
+)
+def test_a_state_of_data_cut_in_another_way_is_refused(corpus, field, value):
+    config, _ = corpus
+    state = loader.train_iterator(config, TOKENIZER).get_state()
+    before = state['data'][field]
+    here = loader.train_iterator(dataclasses.replace(config, **{field: value}), TOKENIZER)
+    # As if nothing else differed, such as the number of documents.
+    state['data'] = here.get_state()['data'] | {field: before}
+    with pytest.raises(ValueError, match=f'saved with {field} {before}, but here it is {value};'):
+        here.set_state(state)
+
+
 def test_processes_read_disjoint_documents_that_are_all_documents(corpus):
     config, texts = corpus
     train = {text for i, text in enumerate(texts) if i % 10 != 9}

@@ -114,10 +114,12 @@ def test_bits_per_byte_divides_by_bytes_and_not_by_tokens():
 def test_bad_counts_are_errors():
     with pytest.raises(ValueError, match='at least one token'):
         ngram.TrigramModel.count([], 4)
-    with pytest.raises(ValueError, match=r'got -1\.\.4, wanted 0\.\.3'):
+    with pytest.raises(ValueError, match=r'got -1\.\.0 in document 0, wanted 0\.\.3'):
         ngram.TrigramModel.count([np.array([0, -1])], 4)
-    with pytest.raises(ValueError, match=r'got 0\.\.9, wanted 0\.\.3'):
-        ngram.TrigramModel.count([np.array([0, 9])], 4)
+    with pytest.raises(ValueError, match=r'got 0\.\.9 in document 1, wanted 0\.\.3'):
+        ngram.TrigramModel.count([np.array([3]), np.array([0, 9])], 4)
+    with pytest.raises(ValueError, match=r'got 1\.\.4 in document 0, wanted 0\.\.3'):
+        ngram.TrigramModel.count([np.array([1, 4])], 4)  # 4 stands before a document, not in it
 
 
 def test_a_large_vocabulary_needs_no_dense_table():
