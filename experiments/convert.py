@@ -10,13 +10,14 @@ interruption: it goes on where it stopped.
 
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 from etils import epath
 
 from k3jax.convert.converted import CONVERSION_FILE
 from k3jax.convert.progress import Progress
 from k3jax.convert.to_orbax import convert
 from k3jax.convert.to_safetensors import export
+from k3jax.flags import run_main
 
 _SOURCE = flags.DEFINE_string('source', None, 'Folder to read, local or gs://.', required=True)
 _TARGET = flags.DEFINE_string('target', None, 'Folder to write, local or gs://.', required=True)
@@ -29,7 +30,9 @@ _EXPERTS = flags.DEFINE_enum(
 )
 
 
-def _run() -> None:
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.ERROR)  # Orbax reports each of its steps
     progress = Progress('convert' if _TO.value == 'orbax' else 'export', stream=sys.stderr)
     if _TO.value == 'safetensors':
         if _EXPERTS.value is not None:
@@ -52,17 +55,5 @@ def _run() -> None:
     )
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f'unexpected arguments: {argv[1:]}')
-    logging.set_verbosity(logging.ERROR)  # Orbax reports each of its steps
-    try:
-        _run()
-    except (ValueError, OSError, NotImplementedError) as error:  # one line, no traceback
-        message = ' '.join(str(error).split())
-        print(f'error: {message}', file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == '__main__':
-    app.run(main)
+    run_main(main)

@@ -19,6 +19,7 @@ from etils import epath
 from k3jax.config import ModelConfig, model_config_from_dict, to_dict
 from k3jax.convert.binding import flatten, unflatten
 from k3jax.convert.files import ConversionError, read_json_object
+from k3jax.convert.orbax_tree import lost_chunk
 from k3jax.model.layout import Tree, model_leaves
 
 FORMAT, VERSION = 'k3jax-conversion', 1
@@ -136,9 +137,17 @@ def load_params(path: epath.PathLike, *, dtype: Any = None) -> Tree:
       The nested dict of `layout.model_leaves`.
 
     Raises:
-      ConversionError: the folder is not complete, or does not hold the model's leaves.
+      ConversionError: the folder is not complete, or lacks a leaf of the model or a chunk of one.
     """
     conversion = read_conversion(path)
+    # Orbax refuses such a checkpoint too, but not in one line.
+    for name in flatten(model_leaves(conversion.model_config)):
+        lost = lost_chunk(conversion.params_path, name)
+        if lost is not None:
+            raise ConversionError(
+                f'{conversion.params_path}: {name}: {lost} is missing from its folder; the '
+                'checkpoint is damaged: convert the release again'
+            )
     with ocp.PyTreeCheckpointer() as checkpointer:
         params = checkpointer.restore(conversion.params_path)
     flat = check_tree(params, conversion.model_config, str(conversion.params_path))

@@ -9,6 +9,7 @@ restored, so it cannot pass for a whole one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -21,7 +22,7 @@ import tensorstore as ts
 from etils import epath
 
 from k3jax.convert.binding import unflatten
-from k3jax.convert.files import ConversionError, copy_whole
+from k3jax.convert.files import ConversionError, copy_whole, read_json_object
 
 CHUNK_BYTES = 16 << 20
 CACHE_BYTES = 128 << 20  # of decoded chunks, for readers that take less than a chunk at a time
@@ -125,7 +126,12 @@ def open_array(item: epath.Path, path: str, limits: ts.Context) -> ts.TensorStor
     folder = leaf_folder(item, path)
     try:
         return ts.open(
-            {'driver': 'zarr', 'kvstore': _kvstore(folder), 'recheck_cached_data': 'open'},
+            {
+                'driver': 'zarr',
+                'kvstore': _kvstore(folder),
+                'recheck_cached_data': 'open',
+                'fill_missing_data_reads': False,  # a lost chunk is an error, not zeros
+            },
             open=True,
             read=True,
             context=limits,
@@ -135,6 +141,21 @@ def open_array(item: epath.Path, path: str, limits: ts.Context) -> ts.TensorStor
             f'{folder}: no readable array ({reason(error)}); the checkpoint is damaged: convert it '
             'again'
         ) from None
+
+
+def lost_chunk(item: epath.Path, path: str) -> str | None:
+    """The name of a chunk that the array of leaf `path` should have but has not, if any."""
+    folder = leaf_folder(item, path)
+    if not (folder / '.zarray').exists():
+        return '.zarray'
+    metadata = read_json_object(folder / '.zarray')
+    grid = [
+        range(-(-size // chunk))
+        for size, chunk in zip(metadata['shape'], metadata['chunks'], strict=True)
+    ]
+    there = {file.name for file in folder.iterdir()}
+    wanted = ('.'.join(map(str, numbers)) or '0' for numbers in itertools.product(*grid))
+    return next((name for name in wanted if name not in there), None)
 
 
 def finished_rows(

@@ -87,6 +87,12 @@ def _open_indexed(folder: epath.Path) -> dict[str, Shard]:
         raise ConversionError(
             f'{index_path}: got weight_map {weight_map!r}, wanted an object from tensor to shard'
         )
+    for name, shard_name in weight_map.items():
+        if not isinstance(shard_name, str):
+            raise ConversionError(
+                f'{index_path}: weight_map: {name}: got {shard_name!r}, wanted the file name of a '
+                'shard; get the index again'
+            )
     strangers = {p.name for p in folder.iterdir() if p.name.endswith('.safetensors')}
     strangers -= set(weight_map.values())
     if strangers:

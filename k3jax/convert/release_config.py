@@ -248,7 +248,11 @@ def _text_fields(config: dict[str, Any]) -> tuple[str, dict[str, Any], str]:
 
 
 def model_config_from_release(
-    config_json: dict[str, Any], *, experts_format: str, name: str
+    config_json: dict[str, Any],
+    *,
+    experts_format: str,
+    name: str,
+    stored_experts_format: str | None = None,
 ) -> ModelConfig:
     """The ModelConfig of a released config.json.
 
@@ -256,6 +260,8 @@ def model_config_from_release(
       config_json: the parsed file, of Kimi K3 or Kimi Linear.
       experts_format: 'bf16' or 'mxfp4', how the routed experts will be held.
       name: for `ModelConfig.name`.
+      stored_experts_format: how the release's tensors hold them, by their names; the file must
+        say the same. None: the tensors are not known.
 
     Raises:
       ConfigError: another architecture; a field that is missing, unknown, contradictory, or has a
@@ -308,7 +314,21 @@ def model_config_from_release(
     for field in ('kda_layers', 'full_attn_layers'):
         linear[field] = tuple(linear[field])
 
-    _quantization(top, text, where)
+    quantization = _quantization(top, text, where)
+    if stored_experts_format == 'mxfp4' and quantization is None:
+        raise _error(
+            f'{where}quantization_config',
+            MISSING,
+            f'the description of {MXFP4_FORMAT}: the routed experts are stored packed '
+            '(.weight_packed, .weight_scale); get the config.json that belongs to the weights',
+        )
+    if stored_experts_format == 'bf16' and quantization is not None:
+        raise _error(
+            'quantization_config',
+            quantization['format'],
+            'nothing: the routed experts are stored in bf16 (.weight); remove the field, or get '
+            'the config.json that belongs to the weights',
+        )
     return ModelConfig(
         name=name,
         family=family,

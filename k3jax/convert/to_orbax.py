@@ -201,7 +201,12 @@ def convert(
     if experts not in (None, 'bf16', 'mxfp4'):
         raise ConversionError(f"--experts: got {experts!r}, wanted 'bf16' or 'mxfp4'")
     ours = experts or release.experts_format
-    config = model_config_from_release(release.config, experts_format=ours, name=source.name)
+    config = model_config_from_release(
+        release.config,
+        experts_format=ours,
+        name=source.name,
+        stored_experts_format=release.experts_format,
+    )
     family = FAMILIES[config.family]
     bindings = bind(config, family.table(release.experts_format, ours))
     carried = check_complete(bindings, release.tensors, family.carried_prefixes)

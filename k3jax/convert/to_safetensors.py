@@ -31,6 +31,7 @@ from k3jax.convert.release import CONFIG_FILE, INDEX_FILE
 from k3jax.convert.release_config import release_config_from_model, without_quantization
 from k3jax.convert.safetensors_io import (
     DTYPES,
+    Header,
     TensorInfo,
     build_header,
     library_order,
@@ -67,7 +68,13 @@ class OrbaxLeaves:
 
     def read(self, path: str, rows: slice) -> np.ndarray:
         store = self._open(path)
-        return np.asarray((store[rows] if store.rank else store).read().result())
+        try:
+            return np.asarray((store[rows] if store.rank else store).read().result())
+        except ValueError as error:
+            raise ConversionError(
+                f'{self.item}: {path}: could not be read ({orbax_tree.reason(error)}); the '
+                'checkpoint is damaged: convert it again'
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +121,9 @@ class _Shard:
 
     name: str
     raw_header: bytes
+
+    def header(self) -> Header:
+        return parse_header(self.raw_header[8:], self.name)
 
 
 def _bindings(config: ModelConfig) -> list[Binding]:
@@ -168,11 +178,23 @@ def _shard_per_layer(bindings: list[Binding]) -> list[_Shard]:
     ]
 
 
+def _index_of(shards: list[_Shard]) -> dict[str, Any]:
+    """The index that fits the shards."""
+    headers = [shard.header() for shard in shards]
+    weight_map = {
+        name: shard.name
+        for shard, header in zip(shards, headers, strict=True)
+        for name in header.tensors
+    }
+    total = sum(header.data_bytes for header in headers)
+    return {'metadata': {'total_size': total}, 'weight_map': dict(sorted(weight_map.items()))}
+
+
 def _write_shards(
     shards: list[_Shard], source: _Source, target: epath.Path, progress: Progress, resume: bool
-) -> dict[str, Any]:
-    """Writes the shards, or those that are not there yet; returns the index that fits them."""
-    headers = [parse_header(shard.raw_header[8:], shard.name) for shard in shards]
+) -> None:
+    """Writes the shards, or those that are not there yet."""
+    headers = [shard.header() for shard in shards]
 
     def is_there(shard: _Shard, data_bytes: int) -> bool:
         path = target / shard.name
@@ -209,12 +231,35 @@ def _write_shards(
             pool.shutdown(cancel_futures=True)
             raise
     progress.finish()
-    weight_map = {
-        name: shard.name
-        for shard, header in zip(shards, headers, strict=True)
-        for name in header.tensors
-    }
-    return {'metadata': {'total_size': total}, 'weight_map': dict(sorted(weight_map.items()))}
+
+
+def _holds_ends(path: epath.Path, shard: _Shard, source: _Source) -> bool:
+    """Whether the file `path` is `shard`, judged by its header and its first and last tensor."""
+    header = shard.header()
+    if not path.exists() or path.stat().length != len(shard.raw_header) + header.data_bytes:
+        return False
+    names = list(header.tensors)
+    with path.open('rb') as file:
+        if file.read(len(shard.raw_header)) != shard.raw_header:
+            return False
+        for name in {*names[:1], *names[-1:]}:
+            file.seek(len(shard.raw_header) + header.starts[name])
+            for block in source.blocks(header.tensors[name]):
+                if file.read(block.nbytes) != block.tobytes():
+                    return False
+    return True
+
+
+def _is_exported(
+    target: epath.Path, texts: Mapping[str, bytes], shards: list[_Shard], source: _Source
+) -> bool:
+    """Whether `target` is a finished export: the files `texts` and the shards are all there."""
+    if not (target / CONFIG_FILE).exists() or (target / STATE_FILE).exists():
+        return False
+    for name, wanted in texts.items():
+        if not (target / name).exists() or (target / name).read_bytes() != wanted:
+            return False
+    return all(_holds_ends(target / shard.name, shard, source) for shard in shards)
 
 
 def _begin(target: epath.Path, job: dict[str, Any]) -> bool:
@@ -228,15 +273,17 @@ def _begin(target: epath.Path, job: dict[str, Any]) -> bool:
             )
         return True
     if not is_empty(target):
-        raise ConversionError(f'{target}: not empty; choose another --target')
+        raise ConversionError(
+            f'{target}: not empty, and not an export of this source; choose another --target'
+        )
     write_json(state, job)
     return False
 
 
-def _finish(target: epath.Path, index: bytes | None, config: bytes) -> None:
-    if index is not None:
-        write_whole(target / INDEX_FILE, index)
-    write_whole(target / CONFIG_FILE, config)  # last: without it no loader takes the folder
+def _finish(target: epath.Path, texts: Mapping[str, bytes]) -> None:
+    """Writes the index, if any, and config.json, without which no loader takes the folder."""
+    for name in sorted(texts, key=lambda name: name == CONFIG_FILE):
+        write_whole(target / name, texts[name])
     (target / STATE_FILE).unlink()
 
 
@@ -249,6 +296,9 @@ def export(
 ) -> None:
     """Writes the converted folder `source` back in the released layout; can be run again.
 
+    A target that already holds this export, by its config.json, index, headers and the first and
+    last tensor of each shard, is left as it is.
+
     Files equal those that were converted, byte for byte. Where MXFP4 experts were expanded, they
     are written as bf16 `.weight` tensors, and config.json loses its quantization_config.
 
@@ -258,28 +308,37 @@ def export(
     target, progress = epath.Path(target), progress or Progress('export')
     conversion = read_conversion(source)
     config = conversion.model_config
-    resume = _begin(target, {'export': conversion.fingerprint, 'experts': config.experts_format})
     release = conversion.release_path
-    for name in small_files(release):
-        if name not in (CONFIG_FILE, INDEX_FILE):
-            copy_whole(release / name, target / name)
     leaves = _Source(
         OrbaxLeaves(conversion.params_path),
         _part_of(_bindings(config)),
         OrbaxLeaves(conversion.carried_path),
     )
     shards = _shards_as_in_source(conversion)
-    index = _write_shards(shards, leaves, target, progress, resume)
-    has_index = (release / INDEX_FILE).exists()
-    index_bytes = (release / INDEX_FILE).read_bytes() if has_index else None
-    config_bytes = (release / CONFIG_FILE).read_bytes()
-    if conversion.experts_format != conversion.source_experts_format:
+    texts = {
+        name: (release / name).read_bytes()
+        for name in (INDEX_FILE, CONFIG_FILE)
+        if name == CONFIG_FILE or (release / name).exists()
+    }
+    is_expanded = conversion.experts_format != conversion.source_experts_format
+    if is_expanded:
+        bf16_config = without_quantization(read_json_object(release / CONFIG_FILE))
+        texts[CONFIG_FILE] = _json_bytes(bf16_config)
+        if INDEX_FILE in texts:
+            texts[INDEX_FILE] = _json_bytes(_index_of(shards))
+    if _is_exported(target, texts, shards, leaves):
+        progress.note(f'{target} is already exported')
+        return
+    resume = _begin(target, {'export': conversion.fingerprint, 'experts': config.experts_format})
+    for name in small_files(release):
+        if name not in (CONFIG_FILE, INDEX_FILE):
+            copy_whole(release / name, target / name)
+    _write_shards(shards, leaves, target, progress, resume)
+    if is_expanded:
         progress.note(
             'experts were expanded to bf16: config.json is written without quantization_config'
         )
-        config_bytes = _json_bytes(without_quantization(read_json_object(release / CONFIG_FILE)))
-        index_bytes = _json_bytes(index) if has_index else None
-    _finish(target, index_bytes, config_bytes)
+    _finish(target, texts)
 
 
 def export_params(
@@ -321,5 +380,6 @@ def export_params(
     dtypes = {binding.path: binding.dtype for binding in bindings}
     source = _Source(TreeLeaves(flat, dtypes), _part_of(bindings))
     shards = _shard_per_layer(bindings)
-    index = _write_shards(shards, source, target, progress or Progress('export'), resume=False)
-    _finish(target, _json_bytes(index), _json_bytes(release_config_from_model(config)))
+    _write_shards(shards, source, target, progress or Progress('export'), resume=False)
+    texts = {INDEX_FILE: _index_of(shards), CONFIG_FILE: release_config_from_model(config)}
+    _finish(target, {name: _json_bytes(value) for name, value in texts.items()})

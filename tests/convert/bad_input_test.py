@@ -1,5 +1,6 @@
 """Bad input: one clear line, and nothing written that looks whole."""
 
+import io
 import json
 import os
 import shutil
@@ -8,7 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from k3jax.config import ConfigError
+from k3jax.convert.converted import load_params
 from k3jax.convert.files import ConversionError
+from k3jax.convert.progress import Progress
 from k3jax.convert.to_orbax import convert
 from k3jax.convert.to_safetensors import export
 from tests import release
@@ -86,6 +90,16 @@ BAD_RELEASES = {
         f'post_norm.weight: the index says {SHARDS[0]}, but it is in {SHARDS[1]}',
     ),
     'no weight map': (lambda f: (f / INDEX).write_text('{}'), 'got weight_map None'),
+    'weight map with a list': (
+        lambda f: edit_json(f / INDEX, lambda i: i['weight_map'].update(x=[SHARDS[0]])),
+        f'{INDEX}: weight_map: x: got .*, wanted the file name of a shard',
+    ),
+    'MXFP4 tensors but a bf16 config': (
+        lambda f: edit_json(
+            f / 'config.json', lambda c: c['text_config'].pop('quantization_config')
+        ),
+        'text_config.quantization_config: got nothing, wanted .*are stored packed',
+    ),
     'non-zero A_log padding': (
         lambda f: _rewrite(f, _spoil_a_log),
         r'layers.0.self_attn.A_log: got .* at index 3, wanted 0',
@@ -131,6 +145,18 @@ def test_bad_release_is_refused_and_leaves_nothing(tiny, tmp_path, case):
     with pytest.raises(ValueError, match=message) as error:
         convert(tiny, tmp_path / 'orbax')
     assert '\n' not in str(error.value)
+    assert not (tmp_path / 'orbax').exists()
+
+
+def test_bf16_experts_under_a_quantized_config_are_refused(tmp_path):
+    source = release.write_release(tmp_path / 'source', release.k3_bf16())
+    quantization = release.mxfp4_quantization()
+    edit_json(
+        source / 'config.json',
+        lambda c: c['text_config'].update(quantization_config=quantization),
+    )
+    with pytest.raises(ConfigError, match="quantization_config: got 'mxfp4.*are stored in bf16"):
+        convert(source, tmp_path / 'orbax')
     assert not (tmp_path / 'orbax').exists()
 
 
@@ -186,3 +212,56 @@ def test_damaged_converted_folder_is_refused(tiny, tmp_path, damage, message):
     with pytest.raises(ConversionError, match=message):
         export(tmp_path / 'orbax', tmp_path / 'back')
     assert not (tmp_path / 'back/config.json').exists()
+
+
+@pytest.mark.parametrize('leaf', ['norm', 'layers_1.block_sparse_moe.experts.w1_packed'])
+def test_lost_chunk_is_an_error_and_not_zeros(tiny, tmp_path, leaf):
+    convert(tiny, tmp_path / 'orbax')
+    chunk = next(p for p in (tmp_path / 'orbax/params' / leaf).iterdir() if p.name[0] == '0')
+    chunk.unlink()
+    path = leaf.replace('.', '/')
+    with pytest.raises(ConversionError, match=f'params: {path}: {chunk.name} is missing'):
+        load_params(tmp_path / 'orbax')
+    with pytest.raises(ConversionError, match=f'params: {path}: could not be read.*is missing'):
+        export(tmp_path / 'orbax', tmp_path / 'back')
+    assert not (tmp_path / 'back/config.json').exists()
+
+
+def test_lost_chunk_of_a_carried_tensor_is_an_error(tiny, tmp_path):
+    convert(tiny, tmp_path / 'orbax')
+    folder = tmp_path / 'orbax/carried/mm_projector.post_norm.weight'
+    next(p for p in folder.iterdir() if p.name == '0').unlink()
+    with pytest.raises(ConversionError, match='mm_projector.post_norm.weight: could not be read'):
+        export(tmp_path / 'orbax', tmp_path / 'back')
+    assert not (tmp_path / 'back/config.json').exists()
+
+
+@pytest.mark.parametrize('experts', [None, 'bf16'])
+def test_complete_export_is_kept_and_not_overwritten_by_another(tiny, tmp_path, experts):
+    convert(tiny, tmp_path / 'orbax', experts)
+    export(tmp_path / 'orbax', tmp_path / 'back')
+    before = files_of(tmp_path / 'back')
+    said = io.StringIO()
+    export(tmp_path / 'orbax', tmp_path / 'back', Progress('export', stream=said))
+    assert said.getvalue() == f'export: {tmp_path}/back is already exported\n'
+    config = json.loads((tiny / 'config.json').read_text())
+    convert(release.write_release(tmp_path / 'tuned', config, seed=1), tmp_path / 'other', experts)
+    with pytest.raises(ConversionError, match='not empty, and not an export of this source'):
+        export(tmp_path / 'other', tmp_path / 'back')
+    assert files_of(tmp_path / 'back') == before
+
+
+@pytest.mark.parametrize(
+    'damage',
+    [
+        lambda f: os.truncate(f / SHARDS[1], 5000),
+        lambda f: (f / SHARDS[0]).unlink(),
+        lambda f: (f / INDEX).write_text('{}'),
+    ],
+)
+def test_damaged_export_does_not_pass_for_a_complete_one(tiny, tmp_path, damage):
+    convert(tiny, tmp_path / 'orbax')
+    export(tmp_path / 'orbax', tmp_path / 'back')
+    damage(tmp_path / 'back')
+    with pytest.raises(ConversionError, match='back: not empty'):
+        export(tmp_path / 'orbax', tmp_path / 'back')

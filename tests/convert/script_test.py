@@ -49,3 +49,33 @@ def test_mistake_gets_one_line_and_exit_code_1(tmp_path, args, message):
     assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
     assert message in done.stderr
     assert not (tmp_path / 'out').exists()
+
+
+INTERRUPTED = """
+import experiments.convert as script
+
+
+def stop(*args):
+    raise KeyboardInterrupt
+
+
+script.convert = stop
+script.run_main(script.main)
+"""
+
+
+def test_ctrl_c_gets_one_line_and_exit_code_130(tmp_path):
+    done = subprocess.run(
+        [sys.executable, '-c', INTERRUPTED, '--source=none', f'--target={tmp_path}/out'],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    )
+    assert (done.returncode, done.stderr) == (130, 'interrupted\n')
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = _run(f'--source={tmp_path}/none', f'--target={tmp_path}/out', '--debug')
+    assert done.returncode == 1
+    assert 'Traceback' in done.stderr and 'error: ' in done.stderr.splitlines()[-1]
