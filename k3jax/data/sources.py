@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sysconfig
@@ -93,7 +94,7 @@ def open_documents(config: config_lib.DataConfig, split: Split) -> Documents:
       ValueError: no such folder, no text in it, too little text, or a line that is not a document.
     """
     files = _stdlib_files() if config.source == PYTHON_STDLIB else _folder_files(config.source)
-    table = _scan(files)
+    table = _scan_again(files)
     total = int(table[:, 3].sum())
     if not total:
         raise ValueError(
@@ -147,6 +148,23 @@ def _folder_files(source: str) -> list[epath.Path]:
             'document each, .jsonl files one a line in the field "text"'
         )
     return sorted(found, key=os.fspath)
+
+
+def _scan_again(files: list[epath.Path]) -> np.ndarray:
+    """`_scan(files)`, remembered for local files that have kept their sizes and times."""
+    if any('://' in os.fspath(path) for path in files):
+        return _scan(files)
+    stats = [os.stat(path) for path in files]
+    stamps = tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
+    return _remembered_scan(tuple(map(os.fspath, files)), stamps)
+
+
+@functools.lru_cache(maxsize=4)
+def _remembered_scan(paths: tuple[str, ...], stamps: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    del stamps  # part of the key
+    table = _scan([epath.Path(path) for path in paths])
+    table.flags.writeable = False
+    return table
 
 
 def _scan(files: list[epath.Path]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Sources: which documents are found, how long ones are cut, and what a bad file says."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -143,3 +144,24 @@ def test_surrogates_in_json_count_as_replaced_characters(tmp_path):
         sources.open_documents(data_config(tmp_path, held_out_every=2), 'train').table.dtype,
         np.int64,
     )
+
+
+def test_files_are_scanned_once_until_they_change(tmp_path, monkeypatch):
+    scans, scan = [], sources._scan
+    monkeypatch.setattr(sources, '_scan', lambda files: scans.append(files) or scan(files))
+    path = tmp_path / 'a.jsonl'
+    write_lines(path, ['one', 'two', 'three', 'four'])
+    config = data_config(tmp_path, held_out_every=2)
+    assert [p.text for p in all_pieces(config)] == ['one', 'three', 'two', 'four']
+    assert [p.text for p in all_pieces(config)] == ['one', 'three', 'two', 'four']
+    assert len(scans) == 1
+    write_lines(path, ['one', 'two', 'three', 'seven', 'five', 'six'])
+    assert [p.text for p in all_pieces(config)] == ['one', 'three', 'five', 'two', 'seven', 'six']
+    os.utime(path, ns=(0, 0))  # the size alone does not tell
+    all_pieces(config)
+    (tmp_path / 'b.txt').write_text('eight')
+    assert 'eight' in [p.text for p in all_pieces(config)]
+    path.unlink()
+    (tmp_path / 'b.txt').write_text('to be or not to be, ' * 10)
+    assert ''.join(p.text for p in all_pieces(config)) == 'to be or not to be, ' * 10
+    assert len(scans) == 5
