@@ -17,6 +17,9 @@ from k3jax import config as config_lib
 from k3jax import overrides
 
 _USER_ERRORS = (ValueError, NotImplementedError, OSError)
+_NO_GCS = (
+    "gs:// paths need the package gcsfs, which is not installed: pip install --editable '.[gcs]'"
+)
 _CONFIG, _SET, _WORKDIR = 'config', 'set', 'workdir'
 
 _DEBUG = flags.DEFINE_bool('debug', False, 'Show the traceback of an error.')
@@ -119,9 +122,9 @@ def _plain_logging() -> None:
 def run_main(main: Callable[[Sequence[str]], Any]) -> None:
     """Parses the flags, runs `main(argv)` and exits.
 
-    A user's mistake (ValueError, NotImplementedError, OSError) becomes one line on stderr and exit
-    code 1; --debug keeps the traceback. Ctrl-C exits with 130. Anything else is a bug of ours and
-    shows its traceback.
+    A user's mistake (ValueError, NotImplementedError, OSError, or a gs:// path without gcsfs)
+    becomes one line on stderr and exit code 1; --debug keeps the traceback. Ctrl-C exits with 130.
+    Anything else is a bug of ours and shows its traceback.
     """
 
     def guarded(argv: Sequence[str]) -> Any:
@@ -135,6 +138,13 @@ def run_main(main: Callable[[Sequence[str]], Any]) -> None:
                 traceback.print_exc()
             message = ' '.join(str(e).split()) or type(e).__name__
             print(f'error: {message}', file=sys.stderr)
+            return 1
+        except ImportError as e:
+            if 'gcsfs' not in str(e):
+                raise
+            if _DEBUG.value:
+                traceback.print_exc()
+            print(f'error: {_NO_GCS}', file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print('interrupted', file=sys.stderr)

@@ -43,6 +43,10 @@ def main(argv):
         raise NotImplementedError('not on this device')
     if config.data.source == 'disk':
         raise OSError(errno.ENOSPC, 'No space left on device', '/x')
+    if config.data.source == 'no gcsfs':
+        raise ImportError('Please install gcsfs to access Google Storage')
+    if config.data.source == 'no module':
+        raise ImportError('No module named no_such_module')
     if config.data.source == 'interrupt':
         raise KeyboardInterrupt
     if config.data.source == 'bug':
@@ -85,6 +89,12 @@ def test_config_and_set_reach_the_script(folder):
         ('error', 1, 'error: first line second line\n'),
         ('unsupported', 1, 'error: not on this device\n'),
         ('disk', 1, "error: [Errno 28] No space left on device: '/x'\n"),
+        (
+            'no gcsfs',
+            1,
+            'error: gs:// paths need the package gcsfs, which is not installed: '
+            "pip install --editable '.[gcs]'\n",
+        ),
         ('interrupt', 130, 'interrupted\n'),
     ],
 )
@@ -98,6 +108,8 @@ def test_debug_and_bugs_show_the_traceback(folder):
     assert code == 1 and 'Traceback' in err and err.endswith('error: first line second line\n')
     code, _, err = run(folder, '--config=tiny.py', '--set=data.source=bug')
     assert code == 1 and 'Traceback' in err and 'RuntimeError: a bug' in err
+    code, _, err = run(folder, '--config=tiny.py', '--set=data.source=no module')
+    assert code == 1 and 'Traceback' in err and 'ImportError: No module named' in err
 
 
 def test_mistakes_in_the_flags_are_named(folder):
