@@ -6,6 +6,7 @@ choice (accuracy by log-likelihood on a jsonl file of questions).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -16,7 +17,7 @@ from k3jax.config import DataConfig
 from k3jax.data.loader import held_out_batches
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.flags import run_main, token_ids
-from k3jax.serve.load import Loaded, open_model
+from k3jax.serve.load import Loaded, open_model, use_dtype
 from k3jax.train.eval import choice_accuracy, evaluate, logits_of
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -27,12 +28,19 @@ _TASK = flags.DEFINE_enum(
 )
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Compute dtype.')
 _DATA = flags.DEFINE_string(
-    'data', 'python_stdlib', 'perplexity: a source as in data.source; choice: a jsonl file.'
+    'data',
+    None,
+    'perplexity: a source as in data.source, by default the one of the run or the standard '
+    "library's; choice: a jsonl file of questions.",
 )
 _TOKEN_IDS = flags.DEFINE_string('token_ids', None, 'logits: comma-separated ids.')
 _OUTPUT = flags.DEFINE_string('output', None, 'logits: .npy file to write.')
-_SEQUENCE_LENGTH = flags.DEFINE_integer('sequence_length', 512, 'perplexity: tokens a row.')
-_BATCH_SIZE = flags.DEFINE_integer('batch_size', 8, 'perplexity: rows a batch.')
+_SEQUENCE_LENGTH = flags.DEFINE_integer(
+    'sequence_length', None, 'perplexity: tokens a row, by default those of the run.'
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', None, 'perplexity: rows a batch, by default those of the run.'
+)
 _MAX_BATCHES = flags.DEFINE_integer('max_batches', 64, 'perplexity: at most this many.')
 
 
@@ -47,11 +55,13 @@ def _tokenizer(loaded: Loaded) -> Tokenizer:
 
 def _perplexity(loaded: Loaded) -> dict[str, float]:
     tokenizer = _tokenizer(loaded)
-    data = DataConfig(
-        source=_DATA.value,
-        sequence_length=_SEQUENCE_LENGTH.value,
-        batch_size=_BATCH_SIZE.value,
-    )
+    wanted = {
+        'source': _DATA.value,
+        'sequence_length': _SEQUENCE_LENGTH.value,
+        'batch_size': _BATCH_SIZE.value,
+    }
+    changed = {name: value for name, value in wanted.items() if value is not None}
+    data = dataclasses.replace(loaded.data or DataConfig(), **changed)
     batches = held_out_batches(data, tokenizer, _MAX_BATCHES.value)
     result = evaluate(loaded.model, loaded.params, batches, tokenizer.token_byte_lengths())
     return {
@@ -63,16 +73,26 @@ def _perplexity(loaded: Loaded) -> dict[str, float]:
 
 
 def _logits(loaded: Loaded) -> dict[str, object]:
-    if not _OUTPUT.value:
-        raise ValueError('--output: wanted the .npy file to write the logits to')
     logits = logits_of(loaded.model, loaded.params, token_ids(_TOKEN_IDS.value))
     with epath.Path(_OUTPUT.value).open('wb') as f:
         np.save(f, logits)
     return {'output': _OUTPUT.value, 'shape': list(logits.shape)}
 
 
+def _check_flags() -> None:
+    """A mistake shows before a large model is read."""
+    if _TASK.value == 'logits':
+        token_ids(_TOKEN_IDS.value)
+        if not _OUTPUT.value:
+            raise ValueError('--output: wanted the .npy file to write the logits to')
+    if _TASK.value == 'choice' and not (_DATA.value and epath.Path(_DATA.value).exists()):
+        raise ValueError(f'--data: got {_DATA.value!r}, wanted a jsonl file of questions')
+
+
 def main(argv: list[str]) -> None:
     del argv
+    _check_flags()
+    use_dtype(_DTYPE.value)
     loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
     match _TASK.value:
         case 'perplexity':

@@ -8,7 +8,7 @@ from absl import flags
 
 from k3jax.flags import run_main, token_ids
 from k3jax.serve.generate import generate
-from k3jax.serve.load import open_model
+from k3jax.serve.load import Loaded, open_model, use_dtype
 
 _CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Converted folder or training workdir.', required=True
@@ -23,36 +23,40 @@ _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Comput
 _JSON = flags.DEFINE_bool('json', False, 'Print {"token_ids": [...], "text": ...} as last line.')
 
 
+def _encode(loaded: Loaded) -> list[int]:
+    if _PROMPT.value is None:
+        return token_ids(_TOKEN_IDS.value)
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f'--prompt: {_CHECKPOINT.value} carries no tokenizer (no tiktoken.model); '
+            'give --token_ids'
+        )
+    return loaded.tokenizer.encode(_PROMPT.value)
+
+
 def main(argv: list[str]) -> None:
     del argv
     if (_PROMPT.value is None) == (_TOKEN_IDS.value is None):
         raise ValueError('wanted either --prompt=TEXT or --token_ids=5,17,...')
     if _PROMPT.value == '':
         raise ValueError("--prompt: got '', wanted at least one character")
+    if _PROMPT.value is None:
+        token_ids(_TOKEN_IDS.value)  # a mistake shows before a large model is read
+    use_dtype(_DTYPE.value)
     loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
-    tokenizer = loaded.tokenizer
-    if _PROMPT.value is not None:
-        if tokenizer is None:
-            raise ValueError(
-                f'--prompt: {_CHECKPOINT.value} carries no tokenizer (no tiktoken.model); '
-                'give --token_ids'
-            )
-        prompt = tokenizer.encode(_PROMPT.value)
-    else:
-        prompt = token_ids(_TOKEN_IDS.value)
-    config = loaded.model.config
-    stop_ids = {config.eos_token_id}
+    tokenizer, stop_ids = loaded.tokenizer, {loaded.model.config.eos_token_id}
     if tokenizer is not None:
         stop_ids |= {tokenizer.eos_id, tokenizer.end_of_msg_id}
     stream = generate(
         loaded.model,
         loaded.params,
-        prompt,
+        _encode(loaded),
         max_new_tokens=_MAX_NEW_TOKENS.value,
         temperature=_TEMPERATURE.value,
         top_p=_TOP_P.value,
         seed=_SEED.value,
         stop_ids=frozenset(stop_ids),
+        num_ids=None if tokenizer is None else tokenizer.vocab_size,
     )
     new = list(stream)
     text = None if tokenizer is None else tokenizer.decode(new)

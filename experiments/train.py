@@ -6,15 +6,10 @@ trigram model's, a sample, and loss.png.
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from absl import logging
 from etils import epath
 
 from k3jax.flags import define_config_flags, load_config, run_main, workdir
-from k3jax.model.kimi import Kimi
-from k3jax.model.layer import Run
-from k3jax.model.plan import depth_plan, stack_params, unstack_params
 from k3jax.serve.generate import generate
 from k3jax.train.loop import Outcome, Trainer
 from k3jax.train.metrics import plot_loss
@@ -24,19 +19,16 @@ define_config_flags()
 
 def print_sample(outcome: Outcome, prompt: str, num_tokens: int) -> None:
     """Continues `prompt`, at temperature 0.8."""
-    scanned = outcome.model
-    flat = Kimi(scanned.config, Run(jnp.dtype('float32')), scan_layers=False)
-    params = unstack_params(outcome.state.params, scanned.plan)
-    params = stack_params(params, depth_plan(scanned.config, scan=False), jnp.stack)
     tokenizer = outcome.tokenizer
     ids = generate(
-        flat,
-        params,
+        outcome.model,
+        outcome.state.params,
         tokenizer.encode(prompt),
         max_new_tokens=num_tokens,
         temperature=0.8,
         top_p=0.95,
         stop_ids=frozenset({tokenizer.eos_id}),
+        num_ids=tokenizer.vocab_size,
     )
     logging.info('sample:\n%s%s', prompt, tokenizer.decode(list(ids)))
 
@@ -46,10 +38,13 @@ def main(argv: list[str]) -> None:
     config = load_config()
     trainer = Trainer(config, workdir())
     outcome = trainer.run()
-    if not outcome.finished or jax.process_index():
+    if not outcome.finished:
         return
-    result = trainer.evaluate(outcome.state.params)
     plot_loss(trainer.workdir)
+    logging.info(
+        'evaluating on %d held-out batches, and a trigram model', config.train.eval_batches
+    )
+    result = trainer.evaluate(outcome.state.params)
     logging.info(
         'held-out: %.3f bits a byte (trigram counted on the same data: %.3f); plot: %s',
         result.bits_per_byte,

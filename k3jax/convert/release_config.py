@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from k3jax.config import ConfigError, LinearAttnConfig, ModelConfig
-from k3jax.model.layout import MX_GROUP
+from k3jax.model.layout import GROUP
 
 # Fields with a ModelConfig field of the same name: those that must be there, and those that may
 # be absent, with the default of the release's own config class.
@@ -185,7 +185,7 @@ def _token_ids(top: dict[str, Any], text: dict[str, Any], where: str) -> dict[st
 
 def _check_quantization(quantization: dict[str, Any], where: str) -> None:
     """Accepts the released MXFP4 form only; what is quantised is read off the tensors' names."""
-    wanted = f'{MXFP4_FORMAT} with num_bits 4 and group_size {MX_GROUP}'
+    wanted = f'{MXFP4_FORMAT} with num_bits 4 and group_size {GROUP}'
     if not isinstance(quantization, dict):
         raise _error(where, quantization, f'an object describing {wanted}')
     if quantization.get('quant_method', 'compressed-tensors') != 'compressed-tensors':
@@ -201,7 +201,7 @@ def _check_quantization(quantization: dict[str, Any], where: str) -> None:
             raise _error(at, group, 'an object with weights')
         if group.get('format', MXFP4_FORMAT) != MXFP4_FORMAT:
             raise _error(f'{at}.format', group['format'], repr(MXFP4_FORMAT))
-        for field, value in (('num_bits', 4), ('group_size', MX_GROUP), ('type', 'float')):
+        for field, value in (('num_bits', 4), ('group_size', GROUP), ('type', 'float')):
             if group['weights'].get(field, MISSING) != value:
                 raise _error(
                     f'{at}.weights.{field}', group['weights'].get(field, MISSING), repr(value)
@@ -343,7 +343,7 @@ def quantization_config() -> dict[str, Any]:
     """The release's description of MXFP4 routed experts."""
     weights = {
         'num_bits': 4,
-        'group_size': MX_GROUP,
+        'group_size': GROUP,
         'type': 'float',
         'strategy': 'group',
         'symmetric': True,

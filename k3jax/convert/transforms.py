@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from k3jax.convert.files import ConversionError
-from k3jax.model.layout import MX_GROUP
+from k3jax.model.layout import GROUP
 
 Shape = tuple[int, ...]
 
@@ -137,7 +137,7 @@ def expand_mxfp4(packed: np.ndarray, scale: np.ndarray, where: str) -> np.ndarra
         raise ConversionError(
             f'{where}: its scale at {at} is 255, the E8M0 NaN; the file is damaged'
         )
-    index = np.repeat(scale.astype(np.uint16) << 8, MX_GROUP // 2, axis=1)
+    index = np.repeat(scale.astype(np.uint16) << 8, GROUP // 2, axis=1)
     index |= packed
     weights = _mxfp4_table()[index].view(ml_dtypes.bfloat16)
     # 6 * 2^126 is above the largest bfloat16; smaller scales cannot overflow.
@@ -157,7 +157,7 @@ class ExpandMxfp4(Transform):
 
     def source_shapes(self, shape: Shape) -> tuple[Shape, ...]:
         out, inp = shape
-        return (out, inp // 2), (out, inp // MX_GROUP)
+        return (out, inp // 2), (out, inp // GROUP)
 
     def source_dtypes(self, dtype: str) -> tuple[str, ...]:
         return 'uint8', 'uint8'

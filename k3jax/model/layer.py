@@ -106,12 +106,14 @@ class _Segment(nn.Module):
     run: Run
     segment: Segment
     first: int
+    in_scan: bool
 
     @nn.compact
     def __call__(self, prefix, start, cache, depth, sequence):
         wrap = DecoderLayer
         if self.run.remat == 'layer':
-            wrap = nn.remat(DecoderLayer, prevent_cse=False)
+            # A scan already keeps the recomputation apart; elsewhere it must be kept apart by hand.
+            wrap = nn.remat(DecoderLayer, prevent_cse=not self.in_scan)
         caches = {}
         for position in range(len(self.segment.specs)):
             name = f'layer_{position}'
@@ -142,7 +144,8 @@ class _Block(nn.Module):
         for segment in self.block.segments:
             own = None if cache is None else cache[segment.name]
             starts = segment.offset == 0 and bank is not None
-            args = (self.config, self.run, segment, self.block.first + segment.offset)
+            in_scan = segment.repeats > 1 or self.block.repeats > 1
+            args = (self.config, self.run, segment, self.block.first + segment.offset, in_scan)
             if segment.repeats == 1:
                 body = _Segment(*args, name=segment.name)
                 prefix, caches[segment.name] = body(prefix, starts, own, depth, sequence)

@@ -11,8 +11,7 @@ import math
 from typing import Any
 
 from k3jax.config import ModelConfig
-
-MX_GROUP = 32  # weights that share one E8M0 scale
+from pallas_kernels.grouped_mlp.mxfp4 import GROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ def expert_leaves(config: ModelConfig) -> Tree:
             leaves[name] = Leaf((e, out, inp), axes)
         else:
             leaves[f'{name}_packed'] = Leaf((e, out, inp // 2), axes, 'uint8', 'zeros')
-            leaves[f'{name}_scale'] = Leaf((e, out, inp // MX_GROUP), axes, 'uint8', 'zeros')
+            leaves[f'{name}_scale'] = Leaf((e, out, inp // GROUP), axes, 'uint8', 'zeros')
     return leaves
 
 

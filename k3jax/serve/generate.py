@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,29 @@ def _prefill(model, params, tokens, num_real, cache):
     return prefill(model, params, tokens, num_real, cache)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _decode(model, params, token, cache, key, temperature, top_p):
+class Choice(NamedTuple):
+    """How the next token is taken: see `sample`; ids from `num_ids` on are never taken."""
+
+    temperature: jax.Array
+    top_p: jax.Array
+    num_ids: jax.Array
+
+
+def _take(logits: jax.Array, key: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
+    """The next token [B], and the next key."""
     key, now = jax.random.split(key)
+    allowed = jnp.arange(logits.shape[-1]) < choice.num_ids
+    logits = jnp.where(allowed, logits, -jnp.inf)
+    return sample(logits, now, choice.temperature, choice.top_p), key
+
+
+_take_first = jax.jit(_take)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _decode(model, params, token, cache, key, choice):
     logits, cache = decode(model, params, token, cache)
-    return sample(logits, now, temperature, top_p), cache, key
+    return *_take(logits, key, choice), cache
 
 
 def cache_size(num_prompt: int, max_new_tokens: int, limit: int) -> int:
@@ -68,8 +86,12 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_ids: frozenset[int] = frozenset(),
+    num_ids: int | None = None,
 ) -> Iterator[int]:
     """New token ids, one by one, up to `max_new_tokens` or a stop id (which is not given out).
+
+    num_ids: ids from here on stand for nothing (the model's table is larger than the tokenizer)
+      and are never taken; None: all of the model's vocabulary.
 
     Raises:
       ValueError: empty prompt, an id outside the vocabulary, a prompt beyond the cache, or a
@@ -82,21 +104,21 @@ def generate(
         raise ValueError(f'temperature: got {temperature}, wanted 0 or more')
     if not 0 < top_p <= 1:
         raise ValueError(f'top_p: got {top_p}, wanted a number in (0, 1]')
+    if not 0 <= seed < 2**32:
+        raise ValueError(f'seed: got {seed}, wanted 0..{2**32 - 1}')
     size = cache_size(len(prompt), max_new_tokens, model.config.max_position_embeddings)
-    return _generate(
-        model, params, prompt, size, max_new_tokens, temperature, top_p, seed, stop_ids
-    )
+    num_ids = num_ids or model.config.vocab_size
+    choice = Choice(jnp.float32(temperature), jnp.float32(top_p), jnp.int32(num_ids))
+    return _generate(model, params, prompt, size, max_new_tokens, choice, seed, stop_ids)
 
 
-def _generate(model, params, prompt, size, max_new_tokens, temperature, top_p, seed, stop_ids):
-    temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
-    key, now = jax.random.split(jax.random.key(seed))
+def _generate(model, params, prompt, size, max_new_tokens, choice, seed, stop_ids):
     logits, cache = read_prompt(model, params, prompt, size)
-    token = sample(logits, now, temperature, top_p)
+    token, key = _take_first(logits, jax.random.key(seed), choice)
     for left in reversed(range(max_new_tokens)):
-        value = int(token[0])
+        value = int(np.asarray(token)[0])
         if value in stop_ids:
             return
         yield value
         if left:
-            token, cache, key = _decode(model, params, token, cache, key, temperature, top_p)
+            token, key, cache = _decode(model, params, token, cache, key, choice)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from k3jax.config import ModelConfig
+from k3jax.config import DataConfig, ModelConfig
 from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, load_params, read_conversion
-from k3jax.data.tokenizer import Tokenizer, load_tokenizer
+from k3jax.data.tokenizer import VOCAB_FILE, Tokenizer, load_tokenizer
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layer import Run
-from k3jax.model.plan import depth_plan, stack_params, unstack_params
+from k3jax.model.layout import Leaf, model_leaves
+from k3jax.model.plan import stack_params, unstack_params
 from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, read_config
 
 UNROLL_UP_TO = 32  # layers; deeper models are scanned, which compiles faster than it runs
@@ -23,44 +24,60 @@ UNROLL_UP_TO = 32  # layers; deeper models are scanned, which compiles faster th
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model with its parameters, and the tokenizer it was made for (None: it carries none)."""
+    """A model ready to run.
+
+    tokenizer: the one it was made for; None where the checkpoint carries none.
+    data: what it was trained on, if here; None for a converted release.
+    """
 
     model: Kimi
     params: dict[str, Any]
     tokenizer: Tokenizer | None
+    data: DataConfig | None
 
 
-def _from_workdir(path: epath.Path) -> tuple[ModelConfig, dict[str, Any], Tokenizer]:
-    config, scan_layers, tokenizer = read_config(path)
-    trained = Kimi(config, Run(jnp.float32, jnp.float32), scan_layers)
+def _workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
+    trained = Kimi(config, Run(jnp.dtype('float32'), jnp.dtype('float32')), scan_layers)
     abstract = jax.eval_shape(lambda key: init_params(trained, key), jax.random.key(0))
-    params, _ = Checkpoints(path).restore_params(abstract)
-    return config, unstack_params(jax.device_get(params), trained.plan), load_tokenizer(tokenizer)
+    checkpoints = Checkpoints(path)
+    try:
+        params, _ = checkpoints.restore_params(abstract)
+    finally:
+        checkpoints.close()
+    return unstack_params(jax.device_get(params), trained.plan)
 
 
-def _from_conversion(path: epath.Path) -> tuple[ModelConfig, dict[str, Any], Tokenizer | None]:
-    conversion = read_conversion(path)
-    release = conversion.release_path
-    has_tokenizer = (release / 'tiktoken.model').exists()
-    tokenizer = load_tokenizer(release) if has_tokenizer else None
-    return conversion.model_config, load_params(path), tokenizer
+def use_dtype(dtype: str) -> None:
+    """For scripts: with float32, matmuls of this process are float32 on TPU and GPU too."""
+    if dtype == 'float32':
+        jax.config.update('jax_default_matmul_precision', 'highest')
 
 
 def open_model(path: str, dtype: str = 'bfloat16') -> Loaded:
-    """The model at `path`, its floating-point parameters held in at least `dtype`.
+    """The model at `path`, on the default device.
 
     Args:
       path: what `convert` made, or a workdir of `train`; local or gs://.
-      dtype: of activations and matmul operands.
+      dtype: of activations and matmul operands; what the release stores as float32 stays so.
 
     Raises:
       ValueError: there is no such checkpoint, or it is not whole.
     """
-    folder = epath.Path(path)
+    folder, data = epath.Path(path), None
     if (folder / CONVERSION_FILE).exists() or (folder / STATE_FILE).exists():
-        config, params, tokenizer = _from_conversion(folder)
+        conversion = read_conversion(folder)
+        config, release = conversion.model_config, conversion.release_path
+        tokenizer = load_tokenizer(release) if (release / VOCAB_FILE).exists() else None
+        params = load_params(folder)
     elif (folder / CONFIG_FILE).exists():
-        config, params, tokenizer = _from_workdir(folder)
+        config, scan_layers, data = read_config(folder)
+        tokenizer = load_tokenizer(data.tokenizer)
+        params = _workdir_params(folder, config, scan_layers)
+    elif next(folder.glob('*.safetensors'), None) is not None:
+        raise ValueError(
+            f'--checkpoint: {path} is a release in safetensors; convert it first: '
+            f'python -m experiments.convert --source={path} --target=DIR'
+        )
     else:
         raise ValueError(
             f'--checkpoint: {path} is neither a converted folder (no {CONVERSION_FILE}) nor a '
@@ -69,15 +86,14 @@ def open_model(path: str, dtype: str = 'bfloat16') -> Loaded:
         )
     scan = config.num_hidden_layers > UNROLL_UP_TO
     model = Kimi(config, Run(jnp.dtype(dtype)), scan)
-    params = stack_params(params, depth_plan(config, scan=scan), np.stack)
-    return Loaded(model, jax.tree.map(lambda a: _place(a, dtype), params), tokenizer)
+    placed = jax.tree.map(
+        lambda leaf, array: _place(leaf, array, dtype), model_leaves(config), params
+    )
+    return Loaded(model, stack_params(placed, model.plan, jnp.stack), tokenizer, data)
 
 
-_KEPT_WIDE = 'float32'
-
-
-def _place(array: np.ndarray, dtype: str) -> jax.Array:
-    """On device: matrices in the compute dtype, so that no step converts them again."""
-    if array.dtype == np.uint8 or (array.ndim < 2 and array.dtype == _KEPT_WIDE):
+def _place(leaf: Leaf, array: np.ndarray, dtype: str) -> jax.Array:
+    """On device: in the compute dtype, so that no step converts it again, unless kept wider."""
+    if leaf.dtype == 'uint8':
         return jnp.asarray(array)
-    return jnp.asarray(array).astype(dtype)
+    return jnp.asarray(array, jnp.promote_types(dtype, leaf.dtype))

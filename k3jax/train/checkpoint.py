@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,36 +14,52 @@ from absl import logging
 from etils import epath
 
 from k3jax import config as config_lib
-from k3jax.config import Config, ModelConfig
+from k3jax.config import Config, DataConfig, ModelConfig
 from k3jax.model.plan import depth_plan
 from k3jax.train.step import TrainState
 
-CONFIG_FILE = 'config.json'
+CONFIG_FILE = 'run_config.json'
 CHECKPOINTS = 'checkpoints'
 
 
-def write_config(workdir: epath.Path, config: Config) -> None:
-    """Stores the config of a run, or checks that the workdir holds the same model.
+def _stored(config: Config) -> dict[str, Any]:
+    """What a workdir remembers of its run; the plan says how the parameters are stacked."""
+    plan = depth_plan(config.model, scan=config.train.scan_layers)
+    fields = config_lib.to_dict(config) | {'plan': [dataclasses.asdict(block) for block in plan]}
+    return json.loads(json.dumps(fields))
 
-    Raises:
-      ValueError: the workdir belongs to another model, layout or data; names the fields.
-    """
+
+def _read(workdir: epath.Path) -> dict[str, Any]:
     path = workdir / CONFIG_FILE
-    now = json.loads(json.dumps(config_lib.to_dict(config)))
-    if path.exists():
-        before = json.loads(path.read_text())
-        differ = _differences(before, now)
-        if differ:
-            raise ValueError(
-                f'{workdir} holds a run of another config: {"; ".join(differ)}. '
-                'Take another --workdir, or the config it was made with'
-            )
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f'{path}: not JSON ({error}); was it edited?') from None
+    if not isinstance(fields, dict) or not {'model', 'train', 'data', 'plan'} <= fields.keys():
+        raise ValueError(f'{path}: not the config of a training run; take another folder')
+    return fields
+
+
+def check_config(workdir: epath.Path, config: Config) -> None:
+    """Raises ValueError, naming the fields, if the workdir holds a run of another model or data."""
+    if not (workdir / CONFIG_FILE).exists():
+        return
+    differ = _differences(_read(workdir), _stored(config))
+    if differ:
+        raise ValueError(
+            f'{workdir} holds a run of another config: {"; ".join(differ)}. '
+            'Take another --workdir, or the config it was made with'
+        )
+
+
+def write_config(workdir: epath.Path, config: Config) -> None:
+    """Stores the config of a run in its workdir, whole or not at all."""
     temporary = workdir / f'{CONFIG_FILE}.tmp'
-    temporary.write_text(json.dumps(now, indent=1))
-    temporary.replace(path)
+    temporary.write_text(json.dumps(_stored(config), indent=1))
+    temporary.replace(workdir / CONFIG_FILE)
 
 
-_MUST_MATCH = ('model', 'train.scan_layers', 'data.tokenizer')
+_MUST_MATCH = ('model', 'train.scan_layers', 'plan', 'data.tokenizer')
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -59,15 +78,18 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def read_config(workdir: epath.Path) -> tuple[ModelConfig, bool, str]:
-    """Model config, scan_layers and tokenizer of a run's workdir."""
-    fields = json.loads((workdir / CONFIG_FILE).read_text())
+def read_config(workdir: epath.Path) -> tuple[ModelConfig, bool, DataConfig]:
+    """Model config, scan_layers and data config of a run's workdir."""
+    fields = _read(workdir)
     model = config_lib.model_config_from_dict(fields['model'])
-    return model, fields['train']['scan_layers'], fields['data']['tokenizer']
+    return model, fields['train']['scan_layers'], DataConfig(**fields['data'])
 
 
 class Checkpoints:
-    """The checkpoints of one run: async saves, the newest N kept, whole ones only."""
+    """The checkpoints of one run: async saves, the newest N kept, whole ones only.
+
+    keep: how many stay when saving; None to read only.
+    """
 
     def __init__(self, workdir: epath.Path, keep: int | None = None):
         folder = workdir / CHECKPOINTS
@@ -75,39 +97,54 @@ class Checkpoints:
         self._folder = folder if folder.is_absolute() else folder.resolve()
         self._manager = ocp.CheckpointManager(
             self._folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                create=keep is not None,
+                read_only=keep is None,
+                cleanup_tmp_directories=keep is not None,  # what a kill or a full disk left
+            ),
         )
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise OSError(
+                f'{self._folder}: a checkpoint could not be written '
+                f'({type(error).__name__}: {_first_line(error)}); newest whole checkpoint: '
+                f'{next(iter(self.steps()), "none")}. Make room, then run the same command again'
+            ) from error
+
     def save(self, state: TrainState, data_state: dict[str, Any]) -> None:
-        """Starts to save; an error of an earlier save surfaces here or in `wait`."""
-        self._manager.save(
-            int(state.step),
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                opt_state=ocp.args.StandardSave(state.opt_state),
-                data=ocp.args.JsonSave(data_state),
-            ),
-        )
+        """Starts to save; returns before it is on disk.
+
+        Raises:
+          OSError: this or the save before it failed; older checkpoints are untouched.
+        """
+        with self._writing():
+            self._manager.save(
+                int(state.step),
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    opt_state=ocp.args.StandardSave(state.opt_state),
+                    data=ocp.args.JsonSave(data_state),
+                ),
+            )
 
     def wait(self) -> None:
         """Returns when what was started is on disk.
 
         Raises:
-          OSError: it could not be written; the checkpoints before it are untouched.
+          OSError: it could not be written; older checkpoints are untouched.
         """
-        try:
+        with self._writing():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        except Exception as error:
-            raise OSError(
-                f'{self._folder}: the checkpoint could not be written '
-                f'({type(error).__name__}: {_first_line(error)}); '
-                f'newest whole checkpoint: {next(iter(self.steps()), "none")}'
-            ) from error
 
     def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """State and data position of the newest checkpoint that can be read, or None.
@@ -183,8 +220,3 @@ class Checkpoints:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), '')[:200]
-
-
-def restore_plan(config: ModelConfig, scan_layers: bool):
-    """The plan by which a run's parameters are stacked."""
-    return depth_plan(config, scan=scan_layers)

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from k3jax.data.pack import IGNORE
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.model.kimi import Kimi, forward
-from k3jax.train.losses import IGNORE, token_losses
+from k3jax.train.losses import token_losses
 
 
 class HeldOut(NamedTuple):
@@ -92,8 +92,8 @@ def logits_of(model: Kimi, params: Any, ids: list[int]) -> np.ndarray:
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : len(ids)] = ids
     valid = (np.arange(size) < len(ids)).astype(np.int32)[None]
-    out = _forward(model, params, tokens, valid)
-    return np.asarray(out[:, : len(ids)], np.float32)
+    out = np.asarray(_forward(model, params, tokens, valid), np.float32)
+    return out[:, : len(ids)]
 
 
 def _completion_log_prob(
@@ -101,15 +101,18 @@ def _completion_log_prob(
 ) -> float:
     """log p(completion | prompt), summed over its tokens."""
     ids = prompt + completion
-    logits = logits_of(model, params, ids)[0, len(prompt) - 1 : -1]
-    log_probs = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
-    picked = np.asarray(log_probs)[np.arange(len(completion)), completion]
-    return float(picked.sum())
+    check_token_ids(ids, model.config.vocab_size, 'question and choice')
+    batch = {name: np.zeros((1, bucket(len(ids))), np.int32) for name in ('tokens', 'segment_ids')}
+    batch['targets'] = np.full_like(batch['tokens'], IGNORE)
+    batch['tokens'][0, : len(ids)] = ids
+    batch['segment_ids'][0, : len(ids)] = 1
+    batch['targets'][0, len(prompt) - 1 : len(ids) - 1] = completion
+    return -float(np.sum(np.asarray(_batch_losses(model, params, batch), np.float64)))
 
 
 def _read_questions(path: epath.Path) -> list[dict[str, Any]]:
     questions = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split('\n'), start=1):
         if not line.strip():
             continue
         where = f'{path}:{number}'
@@ -128,7 +131,7 @@ def _read_questions(path: epath.Path) -> list[dict[str, Any]]:
             and all(isinstance(choice, str) and choice for choice in choices)
         ):
             raise ValueError(f'{where}: question or choices are not texts, {wanted}')
-        if not isinstance(answer, int) or not 0 <= answer < len(choices):
+        if type(answer) is not int or not 0 <= answer < len(choices):
             raise ValueError(f'{where}: answer is {answer!r}, wanted 0..{len(choices) - 1}')
         questions.append(row)
     if not questions:

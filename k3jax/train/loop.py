@@ -21,14 +21,14 @@ from k3jax.model.flops import active_parameters, total_parameters
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layer import Run
 from k3jax.train import metrics as metrics_lib
-from k3jax.train.checkpoint import Checkpoints, write_config
+from k3jax.train.checkpoint import Checkpoints, check_config, write_config
 from k3jax.train.eval import HeldOut, evaluate
 from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
 from k3jax.train.step import TrainState, make_train_step
 
 
 class NonFiniteLoss(ValueError):
-    """The loss is not a number any more; the message names the step."""
+    """The loss or its gradient is not a number any more; the message names the step."""
 
 
 class Outcome(NamedTuple):
@@ -55,34 +55,48 @@ class _StopRequest:
         signal.signal(signal.SIGTERM, self._before)
 
 
-def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    if tokenizer.vocab_size > config.model.vocab_size:
+def _check(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises for what would only go wrong later, or silently."""
+    model, train = config.model, config.train
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f'training on {jax.process_count()} processes: parameters are not shared between '
+            'processes yet; run one'
+        )
+    if model.experts_format != 'bf16':
+        raise ValueError(
+            f'model.experts_format: got {model.experts_format!r}, wanted bf16: packed experts '
+            'have no gradient'
+        )
+    if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f'data.tokenizer: {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, wanted '
-            f'at most {config.model.vocab_size} (model.vocab_size)'
+            f'at most {model.vocab_size} (model.vocab_size)'
+        )
+    sample = len(tokenizer.encode(train.sample_prompt)) + train.sample_tokens
+    if sample > model.max_position_embeddings:
+        raise ValueError(
+            f'train.sample_tokens: the sample would have {sample} tokens, wanted at most '
+            f'{model.max_position_embeddings} (model.max_position_embeddings)'
         )
 
 
 class Trainer:
-    """One run in one workdir."""
+    """One run in one workdir; nothing is written there before the config is found to work."""
 
     def __init__(self, config: Config, workdir: str):
         self.config, self.workdir = config, epath.Path(workdir)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
-        _check_vocabulary(config, self.tokenizer)
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        write_config(self.workdir, config)
+        _check(config, self.tokenizer)
+        check_config(self.workdir, config)
+        self.data = loader.train_iterator(config.data, self.tokenizer)
         run = Run(jnp.dtype(config.train.dtype), jnp.dtype('float32'), config.train.remat)
         self.model = Kimi(config.model, run, config.train.scan_layers)
         labels = leaf_labels(config.model, self.model.plan)
         self.optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        write_config(self.workdir, config)
         self.checkpoints = Checkpoints(self.workdir, keep=config.train.keep_checkpoints)
-        self.data = loader.train_iterator(
-            config.data,
-            self.tokenizer,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
         self._step = jax.jit(
             make_train_step(self.model, self.optimizer, config.train.grad_accum_steps),
             donate_argnums=0,
@@ -101,7 +115,6 @@ class Trainer:
             return jax.jit(self._fresh_state)(key)
         state, data_state = found
         self.data.set_state(data_state)
-        metrics_lib.drop_after(self.workdir, int(state.step))
         logging.info('resumed from step %d', int(state.step))
         return state
 
@@ -109,13 +122,12 @@ class Trainer:
         """Prints what the run will do, before the first step."""
         model, train, data = self.config.model, self.config.train, self.config.data
         logging.info(
-            '%s: %s parameters, %s active a token; %d layers; %s on %d x %s',
+            '%s: %s parameters, %s active a token; %d layers; %s on one %s',
             model.name,
             f'{total_parameters(model):,}',
             f'{active_parameters(model):,}',
             model.num_hidden_layers,
             train.dtype,
-            jax.device_count(),
             jax.devices()[0].device_kind,
         )
         logging.info(
@@ -157,7 +169,9 @@ class Trainer:
         """
         self.describe()
         state = self.start()
-        writer = metrics_lib.MetricsWriter(self.workdir, self.config.train.num_steps)
+        writer = metrics_lib.MetricsWriter(
+            self.workdir, self.config.train.num_steps, int(state.step)
+        )
         try:
             with _StopRequest() as stop:
                 state, finished = self._steps(state, writer, stop, on_step or (lambda step: None))
@@ -170,24 +184,20 @@ class Trainer:
         schedule = learning_rate(self.config.optimizer, train.num_steps)
         first = step = int(state.step)
         watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
-        saved = step
+        saved, unchecked = step, None
         while step < train.num_steps and not stop.asked:
             batch = next(self.data)
             state, metrics = self._step(state, batch)
             step += 1
-            loss = float(metrics['loss'])
-            if not math.isfinite(loss):
-                self.checkpoints.wait()
-                raise NonFiniteLoss(
-                    f'loss is {loss} at step {step}; the newest checkpoint is of step '
-                    f'{next(iter(self.checkpoints.steps()), "none")}. Lower '
-                    'optimizer.learning_rate, or look at the data of that step'
-                )
-            tokens += batch['tokens'].size * jax.process_count()
+            # Of the step before: the device is already busy with this one.
+            self._check_finite(step - 1, unchecked)
+            unchecked = metrics
+            tokens += batch['tokens'].size
             if step % train.log_every == 0 or step == train.num_steps or step == first + 1:
+                self._check_finite(step, metrics)
                 seconds = watch.lap()
                 values = {
-                    'loss': loss,
+                    'loss': float(metrics['loss']),
                     'grad_norm': float(metrics['grad_norm']),
                     'learning_rate': float(schedule(step - 1)),
                     'tokens_per_second': tokens / seconds,
@@ -202,18 +212,33 @@ class Trainer:
                     eta = pace * (train.num_steps - step)
                 writer.step_line(step, values, eta)
             if train.eval_every and step % train.eval_every == 0:
+                self._check_finite(step, metrics)
                 self._log_evaluation(state, writer)
             if step % train.checkpoint_every == 0:
+                self._check_finite(step, metrics)
                 self.save(state)
                 saved = step
             on_step(step)
         if saved != step:
+            self._check_finite(step, unchecked)
             self.save(state)
         self.checkpoints.wait()
         if stop.asked and step < train.num_steps:
             logging.info('SIGTERM: saved step %d; the same command goes on from there', step)
             return state, False
         return state, True
+
+    def _check_finite(self, step: int, metrics: dict[str, jax.Array] | None) -> None:
+        """Raises NonFiniteLoss if the loss or gradient of `step` is no number."""
+        for name in ('loss', 'grad_norm') if metrics else ():
+            value = float(metrics[name])
+            if not math.isfinite(value):
+                self.checkpoints.wait()
+                raise NonFiniteLoss(
+                    f'{name} is {value} at step {step}; the newest checkpoint is of step '
+                    f'{next(iter(self.checkpoints.steps()), "none")}. Lower '
+                    'optimizer.learning_rate, or look at the data of that step'
+                )
 
     def _log_evaluation(self, state: TrainState, writer: metrics_lib.MetricsWriter) -> None:
         result, step = self.evaluate(state.params), int(state.step)

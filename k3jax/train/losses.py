@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import head
 
-IGNORE = -1  # targets that do not count
 LOGITS_AT_ONCE = 1 << 25  # elements of a block of logits; above it, blocks are recomputed
 
 

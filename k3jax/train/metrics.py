@@ -6,12 +6,10 @@ import json
 import time
 from typing import Any
 
-import matplotlib
 from absl import logging
 from etils import epath
-
-matplotlib.use('Agg')
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure
+from tensorboardX import SummaryWriter
 
 # name -> how it reads in the step line
 STEP_LINE = {
@@ -30,14 +28,16 @@ def duration(seconds: float) -> str:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and TensorBoard events in a workdir; one writer a run."""
+    """Appends to `metrics.jsonl` and TensorBoard events in a workdir; one writer a run.
 
-    def __init__(self, workdir: epath.Path, num_steps: int):
-        from tensorboardX import SummaryWriter
+    Records of steps after `start`, which the run is about to make again, are dropped.
+    """
 
+    def __init__(self, workdir: epath.Path, num_steps: int, start: int):
         self._path = workdir / 'metrics.jsonl'
         self._num_steps = num_steps
-        self._events = SummaryWriter(str(workdir / 'tensorboard'))
+        _drop_after(self._path, start)
+        self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One JSON object with `step` and `values`, and the same scalars for TensorBoard."""
@@ -56,13 +56,13 @@ class MetricsWriter:
         self._events.close()
 
 
-def drop_after(workdir: epath.Path, step: int) -> None:
-    """Removes the records of steps after `step`: a resumed run writes them again."""
-    path = workdir / 'metrics.jsonl'
+def _drop_after(path: epath.Path, step: int) -> None:
     if not path.exists():
         return
     kept = [row for row in read_metrics(path) if row['step'] <= step]
-    path.write_text(''.join(json.dumps(row) + '\n' for row in kept))
+    temporary = path.parent / f'{path.name}.tmp'
+    temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
+    temporary.replace(path)
 
 
 def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
@@ -79,7 +79,8 @@ def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
 def plot_loss(workdir: epath.Path) -> None:
     """Draws `loss.png` from `metrics.jsonl`: training loss and held-out loss over steps."""
     rows = read_metrics(workdir / 'metrics.jsonl')
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout='constrained')
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    axes = figure.subplots()
     for name, style in (('loss', '-'), ('held_out_loss', 'o--')):
         points = [(row['step'], row[name]) for row in rows if name in row]
         if points:
@@ -89,11 +90,10 @@ def plot_loss(workdir: epath.Path) -> None:
     axes.legend()
     with (workdir / 'loss.png').open('wb') as f:
         figure.savefig(f, format='png', dpi=120)
-    plt.close(figure)
 
 
 class Stopwatch:
-    """Time and tokens since the last look."""
+    """Time since the last look."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()

@@ -15,8 +15,8 @@ Label = Literal['decayed', 'plain', 'frozen']
 
 
 def _label(name: str, leaf: Leaf) -> Label:
-    if name == 'e_score_correction_bias' or leaf.dtype == 'uint8':
-        return 'frozen'  # the bias is set by load balancing, codes cannot move
+    if name == 'e_score_correction_bias':
+        return 'frozen'  # load balancing sets it, not the gradient
     return 'decayed' if leaf.init == 'normal' and len(leaf.shape) > 1 else 'plain'
 
 

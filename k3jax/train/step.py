@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi
-from k3jax.train.losses import IGNORE, token_losses
+from k3jax.train.losses import token_losses
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
 Metrics = dict[str, jax.Array]

@@ -56,11 +56,17 @@ def test_generation_stops_before_a_stop_id(params):
     assert run(params, [3, 14, 15, 9], max_new_tokens=12, stop_ids=frozenset({stop})) == want
 
 
+def test_ids_that_stand_for_nothing_are_never_taken(params):
+    new = run(params, [1, 2, 3], max_new_tokens=32, temperature=5.0, num_ids=4)
+    assert set(new) <= {0, 1, 2, 3}
+
+
 def test_no_compilation_a_token(params):
     run(params, [5, 6], max_new_tokens=3)
-    before = generate_lib._decode._cache_size(), generate_lib._prefill._cache_size()
+    compiled = generate_lib._decode, generate_lib._prefill, generate_lib._take_first
+    before = [function._cache_size() for function in compiled]
     run(params, [7, 8, 9], max_new_tokens=9)
-    assert (generate_lib._decode._cache_size(), generate_lib._prefill._cache_size()) == before
+    assert [function._cache_size() for function in compiled] == before
 
 
 @pytest.mark.parametrize(
