@@ -51,7 +51,7 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=30, b2=0.99),
         data=DataConfig(sequence_length=256, batch_size=4, shuffle_rows=4096),
         train=TrainConfig(
-            num_steps=800,
+            num_steps=700,
             dtype='float32',
             remat='none',
             log_every=20,
