@@ -85,7 +85,7 @@ def _check_flags() -> None:
         token_ids(_TOKEN_IDS.value)
         if not _OUTPUT.value:
             raise ValueError('--output: wanted the .npy file to write the logits to')
-    if _TASK.value == 'choice' and not (_DATA.value and epath.Path(_DATA.value).exists()):
+    if _TASK.value == 'choice' and not (_DATA.value and epath.Path(_DATA.value).is_file()):
         raise ValueError(f'--data: got {_DATA.value!r}, wanted a jsonl file of questions')
 
 

@@ -109,7 +109,9 @@ class _OurLines(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         library = 'site-packages' in record.pathname or 'dist-packages' in record.pathname
-        return not library or record.levelno >= logging.WARNING
+        # Orbax warns of its own options on every use.
+        lowest = logging.ERROR if 'orbax' in record.pathname else logging.WARNING
+        return not library or record.levelno >= lowest
 
 
 def _plain_logging() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -100,8 +101,8 @@ def generate(
     check_token_ids(prompt, model.config.vocab_size, 'prompt')
     if max_new_tokens < 1:
         raise ValueError(f'max_new_tokens: got {max_new_tokens}, wanted 1 or more')
-    if temperature < 0:
-        raise ValueError(f'temperature: got {temperature}, wanted 0 or more')
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f'temperature: got {temperature}, wanted a number of 0 or more')
     if not 0 < top_p <= 1:
         raise ValueError(f'top_p: got {top_p}, wanted a number in (0, 1]')
     if not 0 <= seed < 2**32:

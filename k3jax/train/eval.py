@@ -31,7 +31,8 @@ class HeldOut(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _batch_losses(model: Kimi, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+def batch_losses(model: Kimi, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    """-log p of each target of a batch, [B, T] float32."""
     hidden, _ = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
     return token_losses(params, hidden, batch['targets'])
 
@@ -50,7 +51,7 @@ def evaluate(
     """
     total, tokens, num_bytes = 0.0, 0, 0
     for batch in batches:
-        total += float(np.sum(np.asarray(_batch_losses(model, params, batch), np.float64)))
+        total += float(np.sum(np.asarray(batch_losses(model, params, batch), np.float64)))
         targets = batch['targets'][batch['targets'] != IGNORE]
         tokens += targets.size
         num_bytes += int(byte_lengths[targets].sum())
@@ -81,13 +82,23 @@ def check_token_ids(ids: list[int], vocab_size: int, where: str) -> None:
             )
 
 
+def _check_sequence(model: Kimi, ids: list[int], where: str) -> None:
+    check_token_ids(ids, model.config.vocab_size, where)
+    limit = model.config.max_position_embeddings
+    if len(ids) > limit:
+        raise ValueError(
+            f'{where}: got {len(ids)} tokens, wanted at most {limit} '
+            '(model.max_position_embeddings)'
+        )
+
+
 def logits_of(model: Kimi, params: Any, ids: list[int]) -> np.ndarray:
     """Float32 logits [1, T, Z] of one sequence.
 
     Raises:
-      ValueError: no tokens, or an id outside the vocabulary.
+      ValueError: no tokens, too many, or an id outside the vocabulary.
     """
-    check_token_ids(ids, model.config.vocab_size, 'token_ids')
+    _check_sequence(model, ids, 'token_ids')
     size = bucket(len(ids))
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : len(ids)] = ids
@@ -101,18 +112,22 @@ def _completion_log_prob(
 ) -> float:
     """log p(completion | prompt), summed over its tokens."""
     ids = prompt + completion
-    check_token_ids(ids, model.config.vocab_size, 'question and choice')
+    _check_sequence(model, ids, 'question and choice')
     batch = {name: np.zeros((1, bucket(len(ids))), np.int32) for name in ('tokens', 'segment_ids')}
     batch['targets'] = np.full_like(batch['tokens'], IGNORE)
     batch['tokens'][0, : len(ids)] = ids
     batch['segment_ids'][0, : len(ids)] = 1
     batch['targets'][0, len(prompt) - 1 : len(ids) - 1] = completion
-    return -float(np.sum(np.asarray(_batch_losses(model, params, batch), np.float64)))
+    return -float(np.sum(np.asarray(batch_losses(model, params, batch), np.float64)))
 
 
 def _read_questions(path: epath.Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path}: not UTF-8 text ({error}), wanted jsonl') from None
     questions = []
-    for number, line in enumerate(path.read_text().split('\n'), start=1):
+    for number, line in enumerate(text.split('\n'), start=1):
         if not line.strip():
             continue
         where = f'{path}:{number}'

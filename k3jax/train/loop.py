@@ -22,9 +22,9 @@ from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layer import Run
 from k3jax.train import metrics as metrics_lib
 from k3jax.train.checkpoint import Checkpoints, check_config, write_config
-from k3jax.train.eval import HeldOut, evaluate
+from k3jax.train.eval import HeldOut, batch_losses, evaluate
 from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
-from k3jax.train.step import TrainState, make_train_step
+from k3jax.train.step import Batch, TrainState, make_train_step
 
 
 class NonFiniteLoss(ValueError):
@@ -94,8 +94,13 @@ class Trainer:
         self.model = Kimi(config.model, run, config.train.scan_layers)
         labels = leaf_labels(config.model, self.model.plan)
         self.optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        write_config(self.workdir, config)
+        try:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            write_config(self.workdir, config)
+        except OSError as error:
+            raise OSError(
+                f'--workdir: {workdir} cannot be written ({error.strerror}); take another folder'
+            ) from None
         self.checkpoints = Checkpoints(self.workdir, keep=config.train.keep_checkpoints)
         self._step = jax.jit(
             make_train_step(self.model, self.optimizer, config.train.grad_accum_steps),
@@ -139,7 +144,10 @@ class Trainer:
             self.workdir,
         )
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, batch: Batch) -> None:
+        """Starts to save, if the updated parameters still give `batch` a finite loss."""
+        loss = float(jnp.sum(batch_losses(self.model, state.params, batch)))
+        self._check_finite(int(state.step), {'loss after the update': loss})
         self.checkpoints.save(state, self.data.get_state())
 
     def trigram(self) -> float:
@@ -216,22 +224,22 @@ class Trainer:
                 self._log_evaluation(state, writer)
             if step % train.checkpoint_every == 0:
                 self._check_finite(step, metrics)
-                self.save(state)
+                self.save(state, batch)
                 saved = step
             on_step(step)
         if saved != step:
             self._check_finite(step, unchecked)
-            self.save(state)
+            self.save(state, batch)
         self.checkpoints.wait()
         if stop.asked and step < train.num_steps:
             logging.info('SIGTERM: saved step %d; the same command goes on from there', step)
             return state, False
         return state, True
 
-    def _check_finite(self, step: int, metrics: dict[str, jax.Array] | None) -> None:
-        """Raises NonFiniteLoss if the loss or gradient of `step` is no number."""
-        for name in ('loss', 'grad_norm') if metrics else ():
-            value = float(metrics[name])
+    def _check_finite(self, step: int, metrics: dict[str, Any] | None) -> None:
+        """Raises NonFiniteLoss if a value of `step` is no number."""
+        for name, value in (metrics or {}).items():
+            value = float(value)
             if not math.isfinite(value):
                 self.checkpoints.wait()
                 raise NonFiniteLoss(

@@ -78,6 +78,7 @@ def test_no_compilation_a_token(params):
         ([1] * 700, {}, 'got 704, wanted at most 600'),
         ([1], {'max_new_tokens': 0}, 'max_new_tokens: got 0'),
         ([1], {'temperature': -1.0}, 'temperature: got -1.0'),
+        ([1], {'temperature': float('nan')}, 'temperature: got nan'),
         ([1], {'top_p': 0.0}, 'top_p: got 0.0'),
     ],
 )

@@ -66,6 +66,7 @@ def test_logits_do_not_depend_on_the_bucket(params):
         ([], 'got no tokens'),
         ([5, 512], r'got token id 512 at position 1, wanted 0\.\.511'),
         ([-1], 'got token id -1'),
+        ([1] * 65, 'got 65 tokens, wanted at most 64'),
     ],
 )
 def test_ids_outside_the_vocabulary_are_errors(params, ids, message):

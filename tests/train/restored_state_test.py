@@ -26,7 +26,7 @@ def test_checkpoints_in_a_relative_workdir_are_saved_and_found(tmp_path, monkeyp
 
 def test_restored_state_is_compiled_for_once(tmp_path):
     state = TrainState(jnp.int32(3), {'w': jnp.arange(4.0)}, {'m': jnp.ones(2)})
-    checkpoints = Checkpoints(epath.Path(tmp_path))
+    checkpoints = Checkpoints(epath.Path(tmp_path), keep=1)
     checkpoints.save(state, {})
     checkpoints.wait()
     restored, _ = checkpoints.restore_newest(jax.eval_shape(lambda: state))
