@@ -12,7 +12,7 @@ from k3jax.train.step import TrainState
 def test_checkpoints_in_a_relative_workdir_are_saved_and_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = TrainState(jnp.int32(3), {'w': jnp.arange(4.0)}, {'m': jnp.ones(2)})
-    checkpoints = Checkpoints(epath.Path('runs/mine'))
+    checkpoints = Checkpoints(epath.Path('runs/mine'), keep=1)
     checkpoints.save(state, {'position': 7})
     checkpoints.wait()
     again = Checkpoints(epath.Path('runs/mine'))
