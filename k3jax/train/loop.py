@@ -238,8 +238,7 @@ class Trainer:
 
     def _check_finite(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Raises NonFiniteLoss if a value of `step` is no number."""
-        for name, value in (metrics or {}).items():
-            value = float(value)
+        for name, value in jax.device_get(metrics or {}).items():  # one transfer
             if not math.isfinite(value):
                 self.checkpoints.wait()
                 raise NonFiniteLoss(
