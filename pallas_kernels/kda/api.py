@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.segments import runs_of
+from pallas_kernels.common.platform import best_of
+from pallas_kernels.common.segments import Runs, runs_of
 from pallas_kernels.kda.chunked import chunked_kda
 from pallas_kernels.kda.gate import Gate, kda_gate
 from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
+from pallas_kernels.kda.tpu import tpu_kda, why_unsupported
 
 Implementation = Literal['reference', 'xla', 'pallas']
 
@@ -48,6 +51,7 @@ def kda(
     initial_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     qk_l2norm: bool = False,
+    g_lower_bound: float | None = None,
     precision: Literal['default', 'precise'] = 'default',
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -65,8 +69,11 @@ def kda(
       initial_state: [B, H, K, V] float32, or None for zeros; belongs to the first segment.
       segment_ids: [B, T] int32, runs of equal ids, 0 = padding. Padded rows give o = 0, leave the
         state unchanged and get zero gradients. The final state is that of the last real segment.
-      precision: 'default' follows the inputs (float32 inputs are computed in float32);
-        'precise' computes in float32 always.
+      g_lower_bound: a promise that a ready-made g is nowhere below it; from -5 on, the TPU kernel
+        then scores whole tiles of tokens at once. A gate brings its own bound.
+      precision: 'default' follows the inputs: float32 ones are computed in float32, bfloat16 ones
+        are matmul operands as they are. 'precise' rounds less: the TPU kernel keeps the operands
+        that meet U in two bfloat16 parts, the other forms compute in float32.
       implementation: 'reference' (token recurrence), 'xla' (chunked), 'pallas' (TPU), or None, the
         best for the platform lowered for.
 
@@ -74,7 +81,7 @@ def kda(
       o: [B, T, H, V] in v's dtype; final_state: [B, H, K, V] float32.
 
     Raises:
-      ValueError: shapes or names disagree.
+      ValueError: shapes or names disagree, or known values of g break the promise.
       NotImplementedError: the named implementation does not support this platform or shape.
 
     Source: Kimi Linear (arXiv 2510.26692), sections on KDA and its chunk form.
@@ -82,6 +89,65 @@ def kda(
     _check_shapes(q, k, v, g, beta, initial_state, segment_ids)
     if precision not in ('default', 'precise'):
         raise ValueError(f"kda: precision is {precision!r}, wanted 'default' or 'precise'")
+    _check_bound(None if gate is not None else g, g_lower_bound)
+    runs = None if segment_ids is None else runs_of(segment_ids)
+    arrays = (q, k, v, g, beta, gate, initial_state, runs)
+    options = {'qk_l2norm': qk_l2norm, 'precise': precision == 'precise'}
+    tpu = functools.partial(tpu_kda, **options, g_lower_bound=g_lower_bound)
+    xla = functools.partial(_plain, chunked=True, **options)
+    reason = why_unsupported(q, v)
+    match implementation:
+        case 'reference':
+            return _plain(*arrays, chunked=False, **options)
+        case 'xla':
+            return xla(*arrays)
+        case 'pallas':
+            if reason is not None:
+                raise NotImplementedError(
+                    f"kda: implementation 'pallas': {reason}; use 'xla' or None"
+                )
+            return tpu(*arrays)
+        case None:
+            if reason is not None:
+                return xla(*arrays)
+            return best_of('kda', tpu, xla, *arrays)
+        case _:
+            raise ValueError(
+                f'kda: implementation is {implementation!r}, '
+                "wanted 'reference', 'xla', 'pallas' or None"
+            )
+
+
+def _check_bound(g, g_lower_bound) -> None:
+    """What can be told of values, where they are known."""
+    if g_lower_bound is None:
+        return
+    if g_lower_bound >= 0:
+        raise ValueError(f'kda: g_lower_bound is {g_lower_bound}, wanted a negative number or None')
+    if g is not None and not isinstance(g, jax.core.Tracer):
+        lowest = float(jnp.min(g))
+        if lowest < g_lower_bound:
+            raise ValueError(
+                f'kda: g goes down to {lowest}, below g_lower_bound {g_lower_bound}; '
+                'pass None for a gate without a bound'
+            )
+
+
+def _plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    gate: Gate | None,
+    initial_state: jax.Array | None,
+    runs: Runs | None,
+    *,
+    chunked: bool,
+    qk_l2norm: bool,
+    precise: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """KDA in plain JAX, by chunks or token by token."""
     if gate is not None:
         g = kda_gate(g, *gate)
     if qk_l2norm:
@@ -92,21 +158,10 @@ def kda(
         shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
         initial_state = jnp.zeros(shape, wide)
     initial_state = initial_state.astype(wide)
-    runs = None if segment_ids is None else runs_of(segment_ids)
-    match implementation:
-        case 'reference':
-            o, final = recurrent_kda(q, k, v, g, beta, initial_state, runs)
-        case None | 'xla':
-            exact = precision == 'precise' or v.dtype != jnp.bfloat16
-            chosen = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-            o, final = chunked_kda(q, k, v, g, beta, initial_state, runs, chosen)
-        case 'pallas':
-            raise NotImplementedError(
-                "kda: implementation 'pallas' has no kernel for this platform; use 'xla'"
-            )
-        case _:
-            raise ValueError(
-                f'kda: implementation is {implementation!r}, '
-                "wanted 'reference', 'xla', 'pallas' or None"
-            )
+    if chunked:
+        exact = precise or v.dtype != jnp.bfloat16
+        chosen = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+        o, final = chunked_kda(q, k, v, g, beta, initial_state, runs, chosen)
+    else:
+        o, final = recurrent_kda(q, k, v, g, beta, initial_state, runs)
     return o.astype(v.dtype), final
