@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.common.platform import best_of
 from pallas_kernels.common.segments import Runs, runs_of
 from pallas_kernels.kda.chunked import chunked_kda
-from pallas_kernels.kda.gate import Gate, kda_gate
+from pallas_kernels.kda.gate import Gate, GateArrays, kda_gate
 from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
 from pallas_kernels.kda.tpu import tpu_kda, why_unsupported
 
@@ -91,9 +91,14 @@ def kda(
         raise ValueError(f"kda: precision is {precision!r}, wanted 'default' or 'precise'")
     _check_bound(None if gate is not None else g, g_lower_bound)
     runs = None if segment_ids is None else runs_of(segment_ids)
-    arrays = (q, k, v, g, beta, gate, initial_state, runs)
-    options = {'qk_l2norm': qk_l2norm, 'precise': precision == 'precise'}
-    tpu = functools.partial(tpu_kda, **options, g_lower_bound=g_lower_bound)
+    gate_arrays = None if gate is None else GateArrays(gate.A_log, gate.dt_bias)
+    arrays = (q, k, v, g, beta, gate_arrays, initial_state, runs)
+    options = {
+        'lower_bound': g_lower_bound if gate is None else gate.lower_bound,
+        'qk_l2norm': qk_l2norm,
+        'precise': precision == 'precise',
+    }
+    tpu = functools.partial(tpu_kda, **options)
     xla = functools.partial(_plain, chunked=True, **options)
     reason = why_unsupported(q, v)
     match implementation:
@@ -110,7 +115,7 @@ def kda(
         case None:
             if reason is not None:
                 return xla(*arrays)
-            return best_of('kda', tpu, xla, *arrays)
+            return best_of('kda', functools.partial(tpu, interpret=False), xla, *arrays)
         case _:
             raise ValueError(
                 f'kda: implementation is {implementation!r}, '
@@ -139,17 +144,18 @@ def _plain(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    gate: Gate | None,
+    gate: GateArrays | None,
     initial_state: jax.Array | None,
     runs: Runs | None,
     *,
+    lower_bound: float | None,
     chunked: bool,
     qk_l2norm: bool,
     precise: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """KDA in plain JAX, by chunks or token by token."""
     if gate is not None:
-        g = kda_gate(g, *gate)
+        g = kda_gate(g, *gate, lower_bound)
     if qk_l2norm:
         q = l2_normalize(q) * q.shape[-1] ** -0.5
         k = l2_normalize(k)

@@ -20,6 +20,13 @@ class Gate(NamedTuple):
     lower_bound: float | None = -5.0
 
 
+class GateArrays(NamedTuple):
+    """A `Gate` without its static bound."""
+
+    A_log: jax.Array
+    dt_bias: jax.Array
+
+
 def kda_gate(
     f: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None = -5.0
 ) -> jax.Array:

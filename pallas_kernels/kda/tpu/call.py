@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.common.platform import kernel_call
 from pallas_kernels.common.segments import Runs
 from pallas_kernels.common.tiles import tiles_for
-from pallas_kernels.kda.gate import Gate
+from pallas_kernels.kda.gate import GateArrays
 from pallas_kernels.kda.tpu.backward import backward_kernel
 from pallas_kernels.kda.tpu.forward import forward_kernel
 from pallas_kernels.kda.tpu.plan import KernelPlan
@@ -172,6 +172,22 @@ def _launch(
     return dict(zip(outputs, results, strict=True))
 
 
+def _outputs(plan: KernelPlan, backward: bool) -> list[str]:
+    if not backward:
+        return ['o', 'final'] + (['states', 'inverse', 'u'] if plan.residuals else [])
+    outputs = ['dq', 'dk', 'dg', 'dv', 'd_beta', 'd_initial']
+    return outputs + (['d_gate'] if plan.gate != 'given' else [])
+
+
+def result_shapes(
+    plan: KernelPlan, arrays: dict[str, jax.ShapeDtypeStruct], backward: bool
+) -> list[jax.ShapeDtypeStruct]:
+    """What `forward_call` or `backward_call` writes, told without tracing it."""
+    layout = _Layout(plan, arrays, backward)
+    return [layout.shapes[name] for name in _outputs(plan, backward)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))  # layers alike are traced once
 def forward_call(
     plan: KernelPlan, arrays: dict[str, jax.Array], interpret: bool
 ) -> dict[str, jax.Array]:
@@ -185,10 +201,11 @@ def forward_call(
       o [B, T, H V], final [B, H, K, V]; with residuals states [B, N, H, K, V], inverse
       [B, N, H, C, C], u [B, T, H V].
     """
-    outputs = ['o', 'final'] + (['states', 'inverse', 'u'] if plan.residuals else [])
+    outputs = _outputs(plan, backward=False)
     return _launch(plan, forward_kernel, 'kda_forward', arrays, outputs, interpret)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def backward_call(
     plan: KernelPlan, arrays: dict[str, jax.Array], interpret: bool
 ) -> dict[str, jax.Array]:
@@ -202,35 +219,41 @@ def backward_call(
       dq, dk, dg [B, T, H K], dv [B, T, H V], d_beta as beta, d_initial [B, H, K, V]; with a gate
       d_gate [B, 8, H K], sums over T for the rate (or scale) and for the shift.
     """
-    outputs = ['dq', 'dk', 'dg', 'dv', 'd_beta', 'd_initial']
-    outputs += ['d_gate'] if plan.gate != 'given' else []
+    outputs = _outputs(plan, backward=True)
     grads = _launch(plan, backward_kernel, 'kda_backward', arrays, outputs, interpret)
     grads['d_beta'] = _beta_of_rows(grads['d_beta'], arrays['q'].shape[1])
     return grads
 
 
 class Plans(NamedTuple):
-    """alone: of a forward pass that nothing follows. forward, backward: of a pair; in the precise
-    mode it computes in float32, since more of a gradient's products cancel."""
+    """interpret: None where the platform decides. alone: of a forward pass that nothing follows.
+    forward, backward: of a pair; in the precise mode it computes in float32, since more of a
+    gradient's products cancel."""
 
+    interpret: bool | None
     alone: KernelPlan
     forward: KernelPlan
     backward: KernelPlan
 
 
-def _run(call: Callable[..., Any], plan: KernelPlan, arrays: dict[str, jax.Array]) -> Any:
-    return kernel_call(lambda interpret: functools.partial(call, plan, interpret=interpret), arrays)
+def _run(
+    call: Callable[..., Any], plan: KernelPlan, interpret: bool | None, arrays: dict[str, jax.Array]
+) -> Any:
+    def build(interpret: bool) -> Callable[..., Any]:
+        return lambda arrays: call(plan, arrays, interpret)
+
+    return kernel_call(build, arrays) if interpret is None else build(interpret)(arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(plans: Plans, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """o [B, T, H V] and the final state; `arrays` as in `forward_call`."""
-    results = _run(forward_call, plans.alone, arrays)
+    results = _run(forward_call, plans.alone, plans.interpret, arrays)
     return results['o'], results['final']
 
 
 def _kda_forward(plans, arrays):
-    results = _run(forward_call, plans.forward, arrays)
+    results = _run(forward_call, plans.forward, plans.interpret, arrays)
     kept = {name: x for name, x in arrays.items() if name not in ('v', 'initial')}
     kept |= {name: results[name] for name in ('states', 'inverse', 'u')}
     return (results['o'], results['final']), kept
@@ -239,7 +262,7 @@ def _kda_forward(plans, arrays):
 def _kda_backward(plans, kept, cotangents):
     plan = plans.backward
     do, d_final = cotangents
-    d = _run(backward_call, plan, kept | {'do': do, 'd_final': d_final})
+    d = _run(backward_call, plan, plans.interpret, kept | {'do': do, 'd_final': d_final})
     grads = {'q': d['dq'], 'k': d['dk'], 'v': d['dv'], 'g': d['dg']}
     grads['beta'] = d['d_beta'].astype(kept['beta'].dtype)
     if plan.gate != 'given':
@@ -260,14 +283,14 @@ def _kda_backward(plans, kept, cotangents):
 _kda.defvjp(_kda_forward, _kda_backward)
 
 
-def _gate_rows(gate: Gate, heads: int, width: int, padded: int) -> jax.Array:
+def _gate_rows(
+    gate: GateArrays, is_bounded: bool, heads: int, width: int, padded: int
+) -> jax.Array:
     """`GateRows` of all heads, [8, H K] float32."""
     rate = jnp.exp(gate.A_log.astype(jnp.float32))[:, None]
     bias = gate.dt_bias.astype(jnp.float32).reshape(heads, width)
     one = jnp.ones_like(bias)
-    rows = (
-        (rate * one, rate * bias, one) if gate.lower_bound is not None else (one, bias, rate * one)
-    )
+    rows = (rate * one, rate * bias, one) if is_bounded else (one, bias, rate * one)
     rows = [jnp.pad(row, ((0, 0), (0, padded - width))).reshape(-1) for row in rows]
     return jnp.pad(jnp.stack(rows), ((0, 5), (0, 0)))
 
@@ -300,15 +323,19 @@ def tpu_kda(
     v: jax.Array,
     g: jax.Array,
     beta: jax.Array,
-    gate: Gate | None,
+    gate: GateArrays | None,
     initial_state: jax.Array | None,
     runs: Runs | None,
     *,
+    lower_bound: float | None,
     qk_l2norm: bool,
     precise: bool,
-    g_lower_bound: float | None,
+    interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """KDA by the TPU kernels; arguments as in `kda`.
+
+    lower_bound: of the gate or, without one, what g is promised to stay above; None for none.
+    interpret: None where the platform lowered for decides.
 
     Returns:
       o: [B, T, H, V] in v's dtype; final state [B, H, K, V] float32.
@@ -317,8 +344,7 @@ def tpu_kda(
     value_width = v.shape[-1]
     key, value = _padded(width), _padded(value_width)
     dtype = jnp.dtype(v.dtype)
-    bound = gate.lower_bound if gate is not None else g_lower_bound
-    kind = 'given' if gate is None else 'softplus' if bound is None else 'bounded'
+    kind = 'given' if gate is None else 'softplus' if lower_bound is None else 'bounded'
     shape = {'B': batch, 'H': heads, 'K': key, 'V': value}
 
     def plan_of(pass_name: str, operands: str, **rest: Any) -> KernelPlan:
@@ -329,8 +355,8 @@ def tpu_kda(
             value_width=value,
             dtype=jnp.dtype(operands),
             gate=kind,
-            lower_bound=bound if kind == 'bounded' else None,
-            bounded=bound is not None and bound >= LOWEST_BOUND,
+            lower_bound=lower_bound if kind == 'bounded' else None,
+            bounded=lower_bound is not None and lower_bound >= LOWEST_BOUND,
             l2norm=qk_l2norm,
             scale=width**-0.5,
             initial=initial_state is not None,
@@ -341,6 +367,7 @@ def tpu_kda(
     split = precise and dtype == jnp.bfloat16
     trained = 'float32' if precise else dtype.name
     plans = Plans(
+        interpret,
         plan_of('forward', dtype.name, precise=split),
         plan_of('forward', trained, residuals=True),
         plan_of('backward', trained),
@@ -355,7 +382,7 @@ def tpu_kda(
     arrays = {'q': flat(q, key), 'k': flat(k, key), 'v': flat(v, value), 'g': flat(g, key)}
     arrays['beta'] = beta
     if gate is not None:
-        arrays['gate'] = _gate_rows(gate, heads, width, key)
+        arrays['gate'] = _gate_rows(gate, kind == 'bounded', heads, width, key)
     if plans.alone.packed:
         arrays['runs'] = run_rows(runs, batch, length)
     if initial_state is not None:
