@@ -11,7 +11,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 RUN := $(VENV)/bin/python -m
 ON_CPU := JAX_PLATFORMS=cpu
 
-.PHONY: help setup runtime train test test-slow lint bench clean
+.PHONY: help setup runtime train test test-slow lint bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,11 +19,12 @@ help:
 	@echo 'make test       set up, run the default tests'
 	@echo 'make test-slow  set up, run the tests that the default leaves out'
 	@echo 'make bench      set up, print tokens/s on the CPU'
+	@echo 'make bench-kernels  set up, print what the TPU kernels cost by the static simulator'
 	@echo 'make lint       set up, check the style'
 	@echo 'make setup      only make $(VENV); PYTHON and VENV choose another Python and folder'
 	@echo 'make clean      remove $(VENV) and caches; runs/ stay'
 
-setup: $(VENV)/.dev $(VENV)/.oracle
+setup: $(VENV)/.dev $(VENV)/.oracle $(VENV)/.aot
 
 runtime: $(VENV)/.runtime
 
@@ -45,6 +46,12 @@ $(VENV)/.oracle: $(VENV)/.dev
 	@$(PIP) install -qq --editable '.[oracle]' && touch $@ || \
 	  echo 'warning: no MLX here; tests marked oracle will be skipped' >&2
 
+# libtpu, to compile for TPUs that are not there; on a TPU machine its own stays.
+$(VENV)/.aot: $(VENV)/.dev
+	@$(VENV)/bin/python -c 'import libtpu' 2>/dev/null || $(PIP) install -qq --editable '.[aot]' || \
+	  echo 'warning: no libtpu here; tests marked aot will be skipped' >&2
+	@touch $@
+
 train: $(VENV)/.runtime
 	$(RUN) experiments.train --config=configs/tiny_k3.py --workdir=$(WORKDIR) $(ARGS)
 
@@ -60,6 +67,9 @@ lint: $(VENV)/.dev
 
 bench: setup
 	$(ON_CPU) $(RUN) experiments.bench $(ARGS)
+
+bench-kernels: setup
+	$(ON_CPU) $(RUN) experiments.bench_kernels $(ARGS)
 
 clean:
 	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache .hypothesis k3jax.egg-info

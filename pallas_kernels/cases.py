@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from pallas_kernels.attn_res.cases import cases as attn_res_cases
 from pallas_kernels.common.case import Case
 from pallas_kernels.kda.cases import cases as kda_cases
+from pallas_kernels.kda.decode_cases import decode_cases as kda_decode_cases
+from pallas_kernels.short_conv.cases import cases as short_conv_cases
 
 
 def all_cases() -> list[Case]:
-    return [*kda_cases()]
+    return [*attn_res_cases(), *kda_cases(), *kda_decode_cases(), *short_conv_cases()]
+
+
+def find_case(key: str) -> Case:
+    """The case of a key such as 'kda/k3_24_heads_1024_given_g/forward'.
+
+    Raises:
+      ValueError: there is none.
+    """
+    cases = {case.key: case for case in all_cases()}
+    if key not in cases:
+        raise ValueError(f'no kernel case {key!r}; there are {", ".join(cases)}')
+    return cases[key]

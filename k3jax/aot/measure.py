@@ -1,4 +1,4 @@
-"""How fast is a kernel by libtpu's static simulator? Run as a module, it compiles one case.
+"""How fast is a kernel by libtpu's static simulator?
 
 The flags of a simulation are read once in a process, and the simulator ends the process where one
 of its own checks fails, often after it has written its figure. So every case is compiled in a child
@@ -16,14 +16,13 @@ import sys
 import tempfile
 
 from k3jax.aot.chips import VECTOR_SLOTS, Chip, chip_of
-from k3jax.aot.compiler import ENVIRONMENT, compile_for
+from k3jax.aot.compiler import ENVIRONMENT
 from k3jax.aot.dumps import custom_calls, dump_flags, kernels
-from pallas_kernels.cases import all_cases
 from pallas_kernels.common.case import Case, Tiles
 
 ROOT = pathlib.Path(__file__).parents[2]
 _HLO = 'optimised.hlo'
-_TIMEOUT_S = 300
+_TIMEOUT_S = 200  # of a child; the simulator needs some 5 s for a million cycles
 
 
 class CompileError(RuntimeError):
@@ -65,7 +64,14 @@ def _compile_in_child(
     environment = os.environ | ENVIRONMENT | {'JAX_PLATFORMS': 'cpu'}
     if operation is not None:
         environment['LIBTPU_INIT_ARGS'] = dump_flags(folder, operation)
-    command = [sys.executable, '-m', 'k3jax.aot.measure', case.key, topology, str(folder)]
+    command = [
+        sys.executable,
+        '-m',
+        'k3jax.aot.compile_case',
+        case.key,
+        topology,
+        str(folder / _HLO),
+    ]
     command.append(json.dumps(None if tiles is None else dict(tiles)))
     try:
         return subprocess.run(
@@ -113,21 +119,3 @@ def measure(
 
 def _total(counts: list[int | None]) -> int | None:
     return None if None in counts else sum(counts)
-
-
-def find_case(key: str) -> Case:
-    """Raises ValueError for an unknown key."""
-    cases = {case.key: case for case in all_cases()}
-    if key not in cases:
-        raise ValueError(f'no case {key!r}; there are {", ".join(cases)}')
-    return cases[key]
-
-
-def _main(key: str, topology: str, folder: str, tiles: str) -> None:
-    case, chosen = find_case(key), json.loads(tiles)
-    compiled = compile_for(topology, case.build(chosen), case.args)
-    (pathlib.Path(folder) / _HLO).write_text(compiled.as_text())
-
-
-if __name__ == '__main__':
-    _main(*sys.argv[1:])

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.config import ModelConfig
-from k3jax.model.attn_res import attn_res_mix
 from k3jax.model.cache import Cache
 from k3jax.model.layer import Run, Sequence, run_block
 from k3jax.model.layout import global_leaves
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Plan, depth_plan
+from pallas_kernels.attn_res import attn_res
 
 Params = dict[str, Any]
 
@@ -61,17 +61,19 @@ class Kimi(nn.Module):
             own = None if cache is None else cache.layers[block.name]
             carry, layers[block.name] = run_block(config, self.run, block, carry, own, sequence)
         bank, num_live, h = carry
-        if bank is not None:
-            h = attn_res_mix(
+        if bank is None:
+            h = rms_norm(h, params['norm'], config.rms_norm_eps)
+        else:
+            h = attn_res(
                 bank,
                 h,
                 params['output_attn_res_norm'],
                 params['output_attn_res_proj'],
+                params['norm'],
                 num_live=num_live,
                 use_prefix=True,
                 eps=config.rms_norm_eps,
             )
-        h = rms_norm(h, params['norm'], config.rms_norm_eps)
         if cache is None:
             return h, None
         new = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids > 0, axis=1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import ModelConfig, Remat
-from k3jax.model.attn_res import Flag, attn_res_mix, push_snapshot
+from k3jax.model.attn_res import push_snapshot
 from k3jax.model.kda import kda_mixer
 from k3jax.model.layout import layer_leaves
 from k3jax.model.mla import mla_mixer
@@ -17,6 +17,7 @@ from k3jax.model.moe import activation_of, gated_mlp, moe
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Block, Segment
+from pallas_kernels.attn_res import Flag, attn_res
 
 
 class Depth(NamedTuple):
@@ -63,20 +64,21 @@ class DecoderLayer(nn.Module):
         leaves = layer_leaves(config, self.layer)
         params = declare(self, leaves, config.initializer_range, self.run.param_dtype)
 
-        def read(name: str, use_prefix: Flag) -> jax.Array:
+        def read(name: str, norm: str, use_prefix: Flag) -> jax.Array:
             if depth.bank is None:
-                return prefix
-            return attn_res_mix(
+                return rms_norm(prefix, params[norm], eps)
+            return attn_res(
                 depth.bank,
                 prefix,
                 params[f'{name}_norm'],
                 params[f'{name}_proj'],
+                params[norm],
                 num_live=depth.num_live,
                 use_prefix=use_prefix,
                 eps=eps,
             )
 
-        x = rms_norm(read('self_attention_res', use_prefix), params['input_layernorm'], eps)
+        x = read('self_attention_res', 'input_layernorm', use_prefix)
         if config.is_kda(self.layer):
             a, cache = kda_mixer(
                 params['self_attn'], x, config, segment_ids=sequence.segment_ids, cache=cache
@@ -91,7 +93,7 @@ class DecoderLayer(nn.Module):
                 length=sequence.length,
             )
         prefix = prefix + a
-        y = rms_norm(read('mlp_res', True), params['post_attention_layernorm'], eps)
+        y = read('mlp_res', 'post_attention_layernorm', True)
         if config.is_moe(self.layer):
             m = moe(params['block_sparse_moe'], y, config)
         else:

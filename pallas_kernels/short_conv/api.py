@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Literal, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_kernels.common.platform import best_of, kernel_call
 from pallas_kernels.common.segments import Runs, runs_of
+from pallas_kernels.short_conv.backward_kernel import backward
+from pallas_kernels.short_conv.blocks import LANES, SUBLANES, TAPS, Plan, plan_for
+from pallas_kernels.short_conv.forward_kernel import forward
+from pallas_kernels.short_conv.reference import short_conv_reference, short_conv_xla
+
+Implementation = Literal['reference', 'xla', 'pallas']
 
 
 def _new_tail(extended: jax.Array, runs: Runs | None, taps: int) -> jax.Array:
@@ -27,6 +38,7 @@ def short_conv(
     *,
     tail: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """SiLU of a depthwise causal convolution, and the rows that the next call needs.
 
@@ -39,12 +51,15 @@ def short_conv(
         segment.
       segment_ids: [B, T] int32, runs of equal ids, 0 = padding at the end of a row; nothing
         passes from one run to the next.
+      implementation: 'reference' | 'xla' | 'pallas' | None (best for the platform lowered for).
 
     Returns:
       y: [B, T, P] in x's dtype; tail: [B, W - 1, P] after the last real token.
 
     Raises:
       ValueError: shapes disagree.
+      NotImplementedError: 'pallas' with a width that is not a multiple of 128, other than four
+        taps, or another dtype than bfloat16 or float32.
 
     Source: Kimi K3 `short_conv_kernel_size`.
     """
@@ -60,15 +75,99 @@ def short_conv(
         raise ValueError(
             f'short_conv: tail has shape {tail.shape}, wanted {(batch, taps - 1, width)}'
         )
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    extended = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
+    if implementation not in ('reference', 'xla', 'pallas', None):
+        raise ValueError(
+            f'short_conv: implementation is {implementation!r}, '
+            "wanted 'reference', 'xla', 'pallas' or None"
+        )
+    tail = tail.astype(x.dtype)
     runs = None if segment_ids is None else runs_of(segment_ids)
-    numbers = None if runs is None else jnp.pad(runs.number, ((0, 0), (taps - 1, 0)))
-    total = jnp.zeros((batch, length, width), wide)
-    for tap in range(taps):
-        rows = extended[:, tap : tap + length].astype(wide)
-        if runs is not None:
-            same = numbers[:, tap : tap + length] == runs.number
-            rows = jnp.where(same[..., None], rows, 0)
-        total = total + rows * weight[:, tap].astype(wide)
-    return jax.nn.silu(total).astype(x.dtype), _new_tail(extended, runs, taps)
+    numbers = () if runs is None else (runs.number,)
+    problem = _unsupported(x, taps)
+    if implementation == 'pallas' and problem:
+        raise NotImplementedError(f"short_conv: 'pallas' {problem}; use implementation='xla'")
+    if implementation == 'reference':
+        y = short_conv_reference(x, weight, tail, *numbers)
+    elif implementation == 'xla' or problem or (implementation is None and length == 1):
+        # A single token is a handful of rows: the kernel's tile would be mostly empty.
+        y = short_conv_xla(x, weight, tail, *numbers)
+    else:
+        y = _short_conv(implementation == 'pallas', x, weight, tail, *numbers)
+    return y, _new_tail(jnp.concatenate([tail, x], axis=1), runs, taps)
+
+
+def _unsupported(x: jax.Array, taps: int) -> str | None:
+    """Why the TPU kernel cannot take these arguments."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f'takes bfloat16 or float32, got {x.dtype}'
+    if x.shape[-1] % LANES:
+        return f'takes a multiple of {LANES} channels, got {x.shape[-1]}'
+    if taps != TAPS:
+        return f'takes {TAPS} taps, got {taps}'
+    return None
+
+
+class _Operands(NamedTuple):
+    """The kernels' form of weight, tail and documents; see `forward`."""
+
+    weight: jax.Array
+    tail: jax.Array
+    reach: jax.Array | None
+
+
+def _operands(pass_name: str, x, weight, tail, *numbers) -> tuple[Plan, _Operands]:
+    taps = weight.shape[-1]
+    plan = plan_for(pass_name, x.shape, x.dtype, packed=bool(numbers))
+    halved = jnp.repeat(0.5 * weight.astype(jnp.float32).T[:, None], SUBLANES, axis=1)
+    tail = jnp.pad(tail.astype(jnp.float32), ((0, 0), (SUBLANES - taps + 1, 0), (0, 0)))
+    reach = None
+    if numbers:
+        (number,) = numbers
+        position = jnp.arange(plan.length, dtype=jnp.int32)
+        starts = jnp.pad(number[:, 1:] != number[:, :-1], ((0, 0), (1, 0)))
+        since = position - lax.cummax(jnp.where(starts, position, 1 - taps), axis=1)
+        reach = jnp.minimum(since, taps).astype(jnp.float32)
+        reach = jnp.pad(reach, ((0, 0), (0, plan.padded - plan.length)))[:, None]
+    return plan, _Operands(halved, tail, reach)
+
+
+def _forward_on_tpu(interpret: bool, x, weight, tail, *numbers):
+    plan, operands = _operands('forward', x, weight, tail, *numbers)
+    return forward(x, *operands, plan=plan, interpret=interpret)
+
+
+def _backward_on_tpu(interpret: bool, dy, x, weight, tail, *numbers):
+    plan, operands = _operands('backward', x, weight, tail, *numbers)
+    dx, d_weight, d_tail = backward(x, dy, *operands, plan=plan, interpret=interpret)
+    d_weight = 0.5 * jnp.sum(d_weight, axis=(0, 2)).T
+    d_tail = d_tail[:, SUBLANES - TAPS + 1 :]
+    return dx, d_weight.astype(weight.dtype), d_tail.astype(tail.dtype)
+
+
+def _backward_in_xla(dy, x, weight, tail, *numbers):
+    return jax.vjp(lambda *args: short_conv_xla(*args, *numbers), x, weight, tail)[1](dy)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _short_conv(is_pallas: bool, *args: jax.Array) -> jax.Array:
+    if is_pallas:
+        return kernel_call(lambda interpret: functools.partial(_forward_on_tpu, interpret), *args)
+    return best_of('short_conv', functools.partial(_forward_on_tpu, False), short_conv_xla, *args)
+
+
+def _short_conv_fwd(is_pallas: bool, *args: jax.Array):
+    return _short_conv(is_pallas, *args), args
+
+
+def _short_conv_bwd(is_pallas: bool, args: tuple[jax.Array, ...], dy: jax.Array):
+    if is_pallas:
+        grads = kernel_call(
+            lambda interpret: functools.partial(_backward_on_tpu, interpret), dy, *args
+        )
+    else:
+        on_tpu = functools.partial(_backward_on_tpu, False)
+        grads = best_of('short_conv', on_tpu, _backward_in_xla, dy, *args)
+    return *grads, *[None] * (len(args) - len(grads))
+
+
+_short_conv.defvjp(_short_conv_fwd, _short_conv_bwd)

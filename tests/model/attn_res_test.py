@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.model.attn_res import attn_res_mix, push_snapshot
+from k3jax.model.attn_res import push_snapshot
+from pallas_kernels.attn_res import attn_res_mix
 from tests.compare import relative_error
 from tests.oracles import kimi as oracle
 

@@ -137,14 +137,14 @@ def test_k3_keeps_in_float32_what_the_release_stores_so():
 def test_every_read_of_the_bank_has_the_candidates_that_its_layer_should_see(monkeypatch):
     """Snapshots and running sum, at each layer's two reads and at the readout."""
     reads = []
-    real = layer.attn_res_mix
+    real = layer.attn_res
 
-    def recorded(bank, prefix, norm, proj, *, num_live, use_prefix, eps):
+    def recorded(*args, num_live, use_prefix, eps):
         reads.append((int(num_live), use_prefix))
-        return real(bank, prefix, norm, proj, num_live=num_live, use_prefix=use_prefix, eps=eps)
+        return real(*args, num_live=num_live, use_prefix=use_prefix, eps=eps)
 
-    monkeypatch.setattr(layer, 'attn_res_mix', recorded)
-    monkeypatch.setattr(kimi, 'attn_res_mix', recorded)
+    monkeypatch.setattr(layer, 'attn_res', recorded)
+    monkeypatch.setattr(kimi, 'attn_res', recorded)
     size, count = 3, 8
     config = with_layers([True] + [False] * (count - 1), size)
     model = Kimi(config, Run(jnp.float32), scan_layers=False)

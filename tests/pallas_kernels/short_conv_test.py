@@ -1,12 +1,19 @@
 """Short convolution: golden vector, float64 oracle, gradients, documents and tails."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.short_conv import short_conv
-from tests.compare import assert_close
+from pallas_kernels.short_conv.backward_kernel import backward
+from pallas_kernels.short_conv.blocks import plan_for
+from pallas_kernels.short_conv.cases import cases
+from pallas_kernels.short_conv.forward_kernel import forward
+from tests.compare import assert_close, relative_error
 
 SHAPE = (2, 12, 5)  # B, T, P
 TAPS = 4
@@ -148,3 +155,148 @@ def test_a_wrong_tail_is_an_error():
     x, weight, tail = random_arguments()
     with pytest.raises(ValueError, match=r'tail has shape \(2, 2, 5\), wanted \(2, 3, 5\)'):
         short_conv(x, weight, tail=tail[:, 1:])
+
+
+def oracle_gradients(x, weight, tail, ids, dy):
+    """dx, dweight and dtail of (dy * y).sum(), one product at a time, in float64."""
+    taps = weight.shape[1]
+    dx, d_weight, d_tail = np.zeros(x.shape), np.zeros(weight.shape), np.zeros(tail.shape)
+    for b in range(len(x)):
+        number, sources = 0, [(0, d_tail[b, j], tail[b, j]) for j in range(taps - 1)]
+        for t in range(x.shape[1]):
+            number += t > 0 and ids[b, t] != ids[b, t - 1] and ids[b, t] > 0
+            sources.append((number, dx[b, t], x[b, t]))
+            seen = [(j, *sources[t + j][1:]) for j in range(taps) if sources[t + j][0] == number]
+            total = sum(weight[:, j] * row for j, _, row in seen)
+            s = 1 / (1 + np.exp(-total))
+            d_total = dy[b, t] * s * (1 + total * (1 - s))
+            for j, d_row, row in seen:
+                d_row += weight[:, j] * d_total
+                d_weight[:, j] += row * d_total
+    return dx, d_weight, d_tail
+
+
+@functools.cache
+def compiled(implementation):
+    def run(x, weight, tail, ids, dy):
+        def call(*args):
+            return short_conv(
+                args[0],
+                args[1],
+                tail=args[2],
+                segment_ids=ids,
+                implementation=implementation,
+            )
+
+        y, pull, new_tail = jax.vjp(call, x, weight, tail, has_aux=True)
+        return y, new_tail, *pull(dy)
+
+    return jax.jit(run)
+
+
+def documents(length, *ends):
+    """Ids of documents that end there; padding after the last."""
+    ids = np.zeros(length, np.int32)
+    for number, (start, end) in enumerate(zip((0, *ends), ends, strict=False), 1):
+        ids[start:end] = number
+    return ids
+
+
+def check(implementation, shape, ids, dtype, tolerance):
+    args = random_arguments(7, shape)
+    dy = np.random.default_rng(8).standard_normal(shape).astype(np.float32)
+    if ids is not None:
+        dy *= (ids > 0)[..., None]
+    x, weight, tail, dy = (
+        jnp.asarray(a, t)
+        for a, t in zip((*args, dy), (dtype, 'float32', dtype, dtype), strict=True)
+    )
+    y, new_tail, *grads = compiled(implementation)(x, weight, tail, ids, dy)
+    assert y.dtype == new_tail.dtype == dtype
+    assert [g.dtype for g in grads] == [dtype, 'float32', dtype]
+    every = np.ones(shape[:2], int) if ids is None else ids
+    exact = [np.asarray(a, np.float64) for a in (x, weight, tail)]
+    want_y, want_tail = oracle(*exact, every)
+    want = dict(
+        zip(
+            ('dx', 'dweight', 'dtail'),
+            oracle_gradients(*exact, every, np.asarray(dy, np.float64)),
+            strict=True,
+        )
+    )
+    got = dict(zip(want, grads, strict=True))
+    got |= {'y': y * (every > 0)[..., None].astype(y.dtype), 'tail': new_tail}
+    assert_close(got, want | {'y': want_y, 'tail': want_tail}, tolerance)
+
+
+@pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas', None])
+class TestEveryImplementation:
+    @pytest.mark.parametrize('packed', [False, True])
+    @pytest.mark.parametrize(('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 5e-3)])
+    def test_outputs_and_gradients(self, implementation, packed, dtype, tolerance):
+        ids = None
+        if packed:
+            ids = np.stack([documents(37, 1, 3, 16, 17, 35), documents(37, 9, 24, 37)])
+        check(implementation, (2, 37, 128), ids, dtype, tolerance)
+
+    def test_a_single_token(self, implementation):
+        check(implementation, (2, 1, 128), None, 'float32', 1e-5)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize('length', [512, 1030])
+    @pytest.mark.parametrize('packed', [False, True])
+    @pytest.mark.parametrize(('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 5e-3)])
+    def test_several_tiles(self, implementation, length, packed, dtype, tolerance):
+        """A document ends at each place about the edge of a tile of 512 rows."""
+        ids = documents(length, 100, 509, 510, 511, length - 2)[None] if packed else None
+        check(implementation, (1, length, 384), ids, dtype, tolerance)
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_kernels_do_not_race_or_leave_their_blocks(packed):
+    """Two tiles of tokens, the second partly past the end, and two of channels."""
+    # Numbers of documents lie along lanes, so a packed tile has at least 128 rows.
+    (length, rows), width = (150, 128) if packed else (24, 16), 256
+    x, weight, tail = (jnp.asarray(a) for a in random_arguments(9, (1, length, width)))
+    tiles = {'rows': rows, 'lanes': 128, 'step': 1}
+    plan = plan_for('forward', x.shape, x.dtype, packed=packed, tiles=tiles)
+    assert plan.grid == (1, 2, 2)
+    ids = np.ones((1, length), np.int32)
+    reach = None
+    if packed:
+        ids[:, 127:] = 2
+        since = np.concatenate([np.arange(127) + TAPS - 1, np.arange(length - 127)])
+        reach = jnp.pad(jnp.asarray(since, jnp.float32), (0, plan.padded - length))[None, None]
+    halved = jnp.repeat(0.5 * weight.T[:, None], 8, axis=1)
+    before = jnp.pad(tail, ((0, 0), (5, 0), (0, 0)))
+    interpret = pltpu.InterpretParams(detect_races=True)
+    y = forward(x, halved, before, reach, plan=plan, interpret=interpret)
+    dx, d_weight, d_tail = backward(x, y, halved, before, reach, plan=plan, interpret=interpret)
+    exact = [np.asarray(a, np.float64) for a in (x, weight, tail)]
+    assert relative_error(y, oracle(*exact, ids)[0]) < 1e-5
+    want = oracle_gradients(*exact, ids, np.asarray(y, np.float64))
+    got = dx, 0.5 * d_weight.sum((0, 2)).T, d_tail[:, 5:]
+    assert_close(dict(enumerate(got)), dict(enumerate(want)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ('shape', 'taps', 'message'),
+    [
+        ((1, 4, 96), 4, 'takes a multiple of 128 channels, got 96'),
+        ((1, 4, 128), 3, 'takes 4 taps, got 3'),
+    ],
+)
+def test_what_the_kernel_does_not_take(shape, taps, message):
+    x, weight = jnp.ones(shape), jnp.ones((shape[2], taps))
+    with pytest.raises(NotImplementedError, match=message):
+        short_conv(x, weight, implementation='pallas')
+    assert short_conv(x, weight)[0].shape == shape
+    with pytest.raises(ValueError, match="implementation is 'cuda'"):
+        short_conv(x, weight, implementation='cuda')
+
+
+def test_cases_have_distinct_keys_and_trace():
+    every = cases()
+    assert len({case.key for case in every}) == len(every)
+    for case in (every[0], every[-1]):
+        jax.eval_shape(case.build(None), *case.args)

@@ -23,7 +23,7 @@ from pallas_kernels.kda.tpu.plan import (
     read_head,
     read_masks,
     read_runs,
-    run_words,
+    row,
 )
 from pallas_kernels.kda.tpu.scores import FactorGrads, row_tiles
 from pallas_kernels.kda.tpu.words import CHUNK, dot, masked_words, matrix, pack, stack
@@ -64,7 +64,9 @@ def _write(
     grads: tuple[jax.Array, jax.Array, jax.Array],
     runs: ChunkRuns | None,
 ) -> None:
-    dq, dk, dg = (clear(x, runs) for x in grads)
+    dq, dk, dg = grads
+    # The other gradients of padding are 0 by themselves, since its q, k, v and do are.
+    dg = clear(dg, runs)
     if plan.gate != 'given':
         dg = _gate_backward(plan, ref, head, chunk, dg)
     if plan.l2norm:
@@ -94,9 +96,12 @@ def backward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
     d_states = [ref['state'][h] for h in heads]
     small_d_states = [d.astype(dtype) for d in d_states]
     columns = [column(beta) for beta in betas]
-    k_outs = [
-        pack(f.k_out if runs is None else f.k_out * column(runs.last), dtype) for f in factors
-    ]
+    k_outs = [pack(f.k_out if runs is None else f.k_out * runs.last_column, dtype) for f in factors]
+
+    # A_tt = q_t . k_t has no decay: what it adds to the sums for g cancels, exactly with bfloat16
+    # operands. A float32 product is rounded, which would drown the gradient of a strong decay.
+    diagonal_apart = dtype == jnp.float32
+    own_mask = 'strict' if diagonal_apart else 'causal'
 
     # Y = A^T dO + K_out dS', then the error's gradient, which is also v's.
     from_o = [
@@ -111,6 +116,9 @@ def backward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
     # z holds -dE over dO: what reaches L U and A U, and K_in S and Q_in S.
     zs = [stack([pack(-d, dtype), o]) for d, o in zip(d_errors, d_outs, strict=True)]
     us = [ref['u'][0, :, plan.value(h)] for h in heads]
+    if runs is not None:
+        # Rows past T are whatever the buffer held.
+        us = [clear(u.astype(jnp.float32), runs).astype(dtype) for u in us]
     d_scores = [dot(matrix(z, dtype), u, (1, 1)) for z, u in zip(zs, us, strict=True)]
     d_reads = [dot(matrix(zs[h], dtype), ref['states'][0, 0, h], (1, 1)) for h in heads]
     d_k_outs = [dot(u, d, (1, 1)) for u, d in zip(us, small_d_states, strict=True)]
@@ -119,40 +127,34 @@ def backward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
         f, beta = factors[h], betas[h]
         reads, total, d_read, d_k_out = f.reads, f.total, d_reads[h], d_k_outs[h] * columns[h]
         if runs is not None:
-            cont = run_words(runs, plan)
-            reads = reads & stack([cont, cont])
+            reads = reads & runs.reads
             total = total * runs.goes_on
             d_read = jnp.where(stack([runs.cont, runs.cont]), d_read, 0.0)
-            d_k_out = d_k_out * column(runs.last)
+            d_k_out = d_k_out * runs.last_column
         state = ref['states'][0, 0, h].astype(jnp.float32)
-        moved = jnp.sum(d_states[h] * state, axis=1, keepdims=True)
-        d_total = jnp.broadcast_to(moved, (plan.key_width, 128)).T[:1]
+        d_total = row(jnp.sum(d_states[h] * state, axis=1, keepdims=True))
         if runs is not None:
             d_total = d_total * runs.goes_on
         ref['state'][h] = d_states[h] * column(total) + dot(
             matrix(reads, dtype), matrix(zs[h], dtype), (0, 0)
         )
         scores = d_scores[h] * beta
-        low, a_grad = (
-            masked_words(
-                [scores[part : part + CHUNK][t] for t in row_tiles(32)], masks[mask], dtype
-            )
-            for part, mask in ((0, 'strict'), (CHUNK, 'causal'))
+        low, own_a = (
+            masked_words([half[tile] for tile in row_tiles(32)], masks[name], dtype)
+            for half, name in ((scores[:CHUNK], 'strict'), (scores[CHUNK:], own_mask))
         )
-        grads = FactorGrads(
-            low,
-            a_grad,
-            d_read,
-            d_k_out,
-            d_total,
-        )
+        grads = FactorGrads(low, own_a, d_read, d_k_out, d_total)
         u = us[h].astype(jnp.float32)
         dq, dk, dg = form.backward(f, grads, masks, dtype)
-        dv = clear(d_errors[h], runs)
+        if diagonal_apart:
+            d_out = load(ref, 'do', plan.value(h), runs)
+            own = jnp.sum(d_out * u, axis=1, keepdims=True) * columns[h]
+            dq, dk = dq + own * chunks[h].k, dk + own * chunks[h].q
+        dv = d_errors[h]
         ref['dv'][0, :, plan.value(h)] = dv.astype(ref['dv'].dtype)
         # beta scales u, and everything that u's gradient is made of.
         d_beta = jnp.sum(dv * u, axis=1, keepdims=True) / columns[h]
-        ref['d_beta'][0, 0, 0, h : h + 1] = jnp.broadcast_to(d_beta, (CHUNK, 128)).T[:1]
+        ref['d_beta'][0, 0, 0, h : h + 1] = row(d_beta)
         _write(plan, ref, h, chunks[h], (dq, dk, dg), runs)
 
     @pl.when(step == pl.num_programs(2) - 1)

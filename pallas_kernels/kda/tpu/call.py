@@ -27,7 +27,7 @@ MAX_WIDTH = 256  # of K and V
 # Heads a program at K = V = 128; more only spill.
 MOST_HEADS = {
     ('bfloat16', 'forward'): 12,
-    ('bfloat16', 'backward'): 4,
+    ('bfloat16', 'backward'): 12,
     ('float32', 'forward'): 4,
     ('float32', 'backward'): 4,
 }

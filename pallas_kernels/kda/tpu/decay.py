@@ -67,6 +67,12 @@ def running_sum(g: jax.Array) -> jax.Array:
     return stack(sums)
 
 
+def sum_before(x: jax.Array) -> jax.Array:
+    """Sums of the rows before each row, [C, K]."""
+    first = _position(x.shape) == 0
+    return running_sum(jnp.where(first, 0.0, pltpu.roll(x, 1, 0)))
+
+
 def reverse_running_sum(x: jax.Array) -> jax.Array:
     """Inclusive sums from each row to the last, [C, K]."""
     position = _position((SUBLANES, x.shape[1]))

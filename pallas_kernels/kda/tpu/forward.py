@@ -17,13 +17,11 @@ from pallas_kernels.kda.tpu.plan import (
     ChunkRuns,
     HeadChunk,
     KernelPlan,
-    clear,
     column,
     load,
     read_head,
     read_masks,
     read_runs,
-    run_words,
 )
 from pallas_kernels.kda.tpu.words import CHUNK, dot, high_half, masked_words, matrix, pack, stack
 
@@ -67,8 +65,7 @@ def _intra(
     a = masked_words(a, masks['causal'], dtype)
     reads, total = factors.reads, factors.total
     if runs is not None:
-        cont = run_words(runs, plan)
-        reads, total = reads & stack([cont, cont]), total * runs.goes_on
+        reads, total = reads & runs.reads, total * runs.goes_on
     return _Intra(negated, reads, Parts(a, rest), factors.k_out, total)
 
 
@@ -134,7 +131,8 @@ def forward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
     us = [dot(matrix(t, dtype), e.astype(dtype)) for t, e in zip(solved, errors, strict=True)]
     written = _times_u(plan, [x.a for x in intra], keys, us)
     for h in heads:
-        o = clear(read[h][CHUNK:] + written[h][:CHUNK], runs)
+        # 0 on padding, whose q is 0.
+        o = read[h][CHUNK:] + written[h][:CHUNK]
         ref['o'][0, :, plan.value(h)] = o.astype(ref['o'].dtype)
         if plan.residuals:
             ref['states'][0, 0, h] = states[h].astype(dtype)

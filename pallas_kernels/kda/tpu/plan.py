@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.kda.reference import L2_EPS
 from pallas_kernels.kda.tpu.decay import LOG2E, GateRows, bounded_gate, softplus_gate
 from pallas_kernels.kda.tpu.scores import BOUNDED, EXACT, Form
-from pallas_kernels.kda.tpu.words import CHUNK, mask_words, split_constants
+from pallas_kernels.kda.tpu.words import CHUNK, mask_words, split_constants, stack
 
 NUMBER, ENTERING, LEAVING, REAL = range(4)  # rows of the run information of a chunk
 
@@ -56,14 +56,17 @@ class KernelPlan:
 class ChunkRuns(NamedTuple):
     """Packed documents in one chunk.
 
-    real: [C, 1], bool. cont: [C, 1] bool, token of the run that the incoming state belongs to.
-    last: [1, C] float32, 1 for tokens of the run that leaves. goes_on: [1, 1] float32, 1 if the
-    incoming run is the one that leaves.
+    real: [C, 1], bool. cont: [C, 1] bool, token of the run that the incoming state belongs to, and
+    reads: the same as words [2 C, K]. last: [1, C] float32, 1 for tokens of the run that leaves,
+    and last_column: the same as [C, 1]. goes_on: [1, 1] float32, 1 if the incoming run is the one
+    that leaves.
     """
 
     real: jax.Array
     cont: jax.Array
+    reads: jax.Array
     last: jax.Array
+    last_column: jax.Array
     goes_on: jax.Array
 
 
@@ -101,9 +104,13 @@ def read_runs(plan: KernelPlan, refs: dict, masks: dict) -> tuple[ChunkRuns | No
     columns = info.astype(jnp.float32).T
     number = columns[:, NUMBER : NUMBER + 1]
     same = mask_words(number == info[NUMBER : NUMBER + 1].astype(jnp.float32), plan.dtype)
+    cont = number == columns[:, ENTERING : ENTERING + 1]
+    words = mask_words(jnp.broadcast_to(cont, (CHUNK, plan.key_width)), plan.dtype)
     runs = ChunkRuns(
         real=columns[:, REAL : REAL + 1] != 0,
-        cont=number == columns[:, ENTERING : ENTERING + 1],
+        cont=cont,
+        reads=stack([words, words]),
+        last_column=(number == columns[:, LEAVING : LEAVING + 1]).astype(jnp.float32),
         last=(info[NUMBER : NUMBER + 1] == info[LEAVING : LEAVING + 1]).astype(jnp.float32),
         goes_on=(info[ENTERING : ENTERING + 1, :1] == info[LEAVING : LEAVING + 1, :1]).astype(
             jnp.float32
@@ -153,6 +160,6 @@ def column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
-def run_words(runs: ChunkRuns, plan: KernelPlan) -> jax.Array:
-    """`cont` as mask words [C, K]."""
-    return mask_words(jnp.broadcast_to(runs.cont, (CHUNK, plan.key_width)), plan.dtype)
+def row(column: jax.Array) -> jax.Array:
+    """[n, 1] -> [1, n]."""
+    return jnp.broadcast_to(column, (column.shape[0], 128)).T[:1]

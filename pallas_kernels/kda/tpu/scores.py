@@ -24,6 +24,7 @@ from pallas_kernels.kda.tpu.decay import (
     range_sums_backward,
     reverse_running_sum,
     running_sum,
+    sum_before,
 )
 from pallas_kernels.kda.tpu.words import (
     CHUNK,
@@ -179,7 +180,6 @@ def _bounded_backward(
         to_keys.append(dot(matrix(tall, dtype), matrix(wide, dtype), (0, 0)))
     read = numbers(factors.reads, dtype)
     k_in, q_in = read[:CHUNK], read[CHUNK:]
-    out_moves = grads.k_out * factors.k_out
     dq, dk, d_sums = [], [], []
     for i, tile in enumerate(tiles):
         rows_ = numbers(own.rows[i], dtype)
@@ -187,7 +187,7 @@ def _bounded_backward(
         dk_in, dq_in = grads.reads[:CHUNK][tile], grads.reads[CHUNK:][tile]
         dq.append((dq_row + dq_in * own.start[i]) * own.to_row[i])
         d_sum = dk_row * rows_[:size] + dq_row * rows_[size:]
-        d_sum += dk_in * k_in[tile] + dq_in * q_in[tile] - out_moves[tile]
+        d_sum += dk_in * k_in[tile] + dq_in * q_in[tile]
         own_key = numbers(rows(own.keys[i], tile.start, tile.stop, dtype), dtype)
         d_sum -= to_keys[i][tile] * own_key
         k_out = grads.k_out[tile] if i == len(tiles) - 1 else grads.k_out[tile] * own.outs[i]
@@ -202,8 +202,10 @@ def _bounded_backward(
             + dk_end * own.to_end[i]
         )
         d_sums.append(d_sum)
-    through = jnp.sum(out_moves, axis=0, keepdims=True) + grads.total * factors.total
-    return stack(dq), stack(dk), reverse_running_sum(stack(d_sums)) + through
+    # Decays to the chunk's end are summed forward: as the whole minus the rest, a large term of the
+    # last token, which has not decayed, would be rounded into every row.
+    dg = reverse_running_sum(stack(d_sums)) + sum_before(grads.k_out * factors.k_out)
+    return stack(dq), stack(dk), dg + grads.total * factors.total
 
 
 BOUNDED = Form(_bounded_factors, _bounded_scores, _bounded_a, _bounded_backward)
