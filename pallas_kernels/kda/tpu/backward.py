@@ -98,11 +98,6 @@ def backward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
     columns = [column(beta) for beta in betas]
     k_outs = [pack(f.k_out if runs is None else f.k_out * runs.last_column, dtype) for f in factors]
 
-    # A_tt = q_t . k_t has no decay: what it adds to the sums for g cancels, exactly with bfloat16
-    # operands. A float32 product is rounded, which would drown the gradient of a strong decay.
-    diagonal_apart = dtype == jnp.float32
-    own_mask = 'strict' if diagonal_apart else 'causal'
-
     # Y = A^T dO + K_out dS', then the error's gradient, which is also v's.
     from_o = [
         dot(matrix(x, dtype), matrix(d, dtype), (0, 0)) for x, d in zip(a, d_outs, strict=True)
@@ -141,15 +136,11 @@ def backward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
         scores = d_scores[h] * beta
         low, own_a = (
             masked_words([half[tile] for tile in row_tiles(32)], masks[name], dtype)
-            for half, name in ((scores[:CHUNK], 'strict'), (scores[CHUNK:], own_mask))
+            for half, name in ((scores[:CHUNK], 'strict'), (scores[CHUNK:], 'causal'))
         )
         grads = FactorGrads(low, own_a, d_read, d_k_out, d_total)
         u = us[h].astype(jnp.float32)
         dq, dk, dg = form.backward(f, grads, masks, dtype)
-        if diagonal_apart:
-            d_out = load(ref, 'do', plan.value(h), runs)
-            own = jnp.sum(d_out * u, axis=1, keepdims=True) * columns[h]
-            dq, dk = dq + own * chunks[h].k, dk + own * chunks[h].q
         dv = d_errors[h]
         ref['dv'][0, :, plan.value(h)] = dv.astype(ref['dv'].dtype)
         # beta scales u, and everything that u's gradient is made of.
