@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from pallas_kernels.attn_res.cases import cases as attn_res_cases
 from pallas_kernels.common.case import Case
+from pallas_kernels.grouped_mlp.cases import cases as grouped_mlp_cases
 from pallas_kernels.kda.cases import cases as kda_cases
 from pallas_kernels.kda.decode_cases import decode_cases as kda_decode_cases
+from pallas_kernels.mla.cases import cases as mla_cases
 from pallas_kernels.short_conv.cases import cases as short_conv_cases
 
 
 def all_cases() -> list[Case]:
-    return [*attn_res_cases(), *kda_cases(), *kda_decode_cases(), *short_conv_cases()]
+    parts = (
+        attn_res_cases,
+        grouped_mlp_cases,
+        kda_cases,
+        kda_decode_cases,
+        mla_cases,
+        short_conv_cases,
+    )
+    return [case for part in parts for case in part()]
 
 
 def find_case(key: str) -> Case:

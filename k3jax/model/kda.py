@@ -11,6 +11,7 @@ from jax import lax
 from k3jax.config import ModelConfig
 from k3jax.model.cache import KDACache
 from k3jax.model.norms import project
+from pallas_kernels.common.platform import Implementation
 from pallas_kernels.kda import Gate, kda, kda_decode_step, kda_gate, l2_normalize
 from pallas_kernels.short_conv import short_conv
 
@@ -36,6 +37,7 @@ def kda_mixer(
     *,
     segment_ids: jax.Array | None,
     cache: KDACache | None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, KDACache | None]:
     """One KDA layer's attention output.
 
@@ -43,6 +45,7 @@ def kda_mixer(
       x: [B, T, D], normalised.
       segment_ids: [B, T] or None, 0 = padding.
       cache: what came before, or None; with T = 1 and no segment ids, one recurrent step.
+      implementation: of the kernels; None for the best.
 
     Returns:
       [B, T, D], and the cache after x (None without one).
@@ -60,6 +63,7 @@ def kda_mixer(
             params[f'{name}_conv1d'],
             tail=tail,
             segment_ids=segment_ids,
+            implementation=implementation,
         )
         return y.reshape(heads), tail
 
@@ -84,6 +88,7 @@ def kda_mixer(
             qk_l2norm=True,
             initial_state=None if cache is None else cache.state,
             segment_ids=segment_ids,
+            implementation=implementation,
         )
     if c.use_full_rank_gate:
         z = project(x, params['g_proj'])

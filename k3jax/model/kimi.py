@@ -73,6 +73,7 @@ class Kimi(nn.Module):
                 num_live=num_live,
                 use_prefix=True,
                 eps=config.rms_norm_eps,
+                implementation=self.run.implementation,
             )
         if cache is None:
             return h, None

@@ -18,6 +18,7 @@ from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Block, Segment
 from pallas_kernels.attn_res import Flag, attn_res
+from pallas_kernels.common.platform import Implementation
 
 
 class Depth(NamedTuple):
@@ -38,11 +39,13 @@ class Sequence(NamedTuple):
 
 
 class Run(NamedTuple):
-    """How the model runs: dtype of activations, of fresh parameters, and what to recompute."""
+    """How the model runs: dtype of activations, of fresh parameters, what to recompute, and which
+    form of its kernels ('xla', 'pallas', or None, the best for the platform lowered for)."""
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype | None = None
     remat: Remat = 'none'
+    implementation: Implementation | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -61,6 +64,7 @@ class DecoderLayer(nn.Module):
         use_prefix: whether the running sum is a candidate yet; at a block's first layer it is not.
         """
         config, eps = self.config, self.config.rms_norm_eps
+        implementation = self.run.implementation
         leaves = layer_leaves(config, self.layer)
         params = declare(self, leaves, config.initializer_range, self.run.param_dtype)
 
@@ -76,12 +80,18 @@ class DecoderLayer(nn.Module):
                 num_live=depth.num_live,
                 use_prefix=use_prefix,
                 eps=eps,
+                implementation=implementation,
             )
 
         x = read('self_attention_res', 'input_layernorm', use_prefix)
         if config.is_kda(self.layer):
             a, cache = kda_mixer(
-                params['self_attn'], x, config, segment_ids=sequence.segment_ids, cache=cache
+                params['self_attn'],
+                x,
+                config,
+                segment_ids=sequence.segment_ids,
+                cache=cache,
+                implementation=implementation,
             )
         else:
             a, cache = mla_mixer(
@@ -91,11 +101,12 @@ class DecoderLayer(nn.Module):
                 segment_ids=sequence.segment_ids,
                 cache=cache,
                 length=sequence.length,
+                implementation=implementation,
             )
         prefix = prefix + a
         y = read('mlp_res', 'post_attention_layernorm', True)
         if config.is_moe(self.layer):
-            m = moe(params['block_sparse_moe'], y, config)
+            m = moe(params['block_sparse_moe'], y, config, implementation)
         else:
             m = gated_mlp(params['mlp'], y, activation_of(config))
         return prefix + m, cache

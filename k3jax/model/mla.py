@@ -11,6 +11,7 @@ from jax import lax
 from k3jax.config import ModelConfig
 from k3jax.model.cache import MLACache
 from k3jax.model.norms import project, rms_norm
+from pallas_kernels.common.platform import Implementation
 from pallas_kernels.mla import causal_attention
 
 Params = dict[str, Any]
@@ -119,6 +120,7 @@ def mla_mixer(
     segment_ids: jax.Array | None,
     cache: MLACache | None,
     length: jax.Array | None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, MLACache | None]:
     """One MLA layer's attention output.
 
@@ -126,6 +128,7 @@ def mla_mixer(
       x: [B, T, D], normalised.
       segment_ids: [B, T] or None; with a cache, 1 on real tokens and 0 on padding at the end.
       cache, length: what came before and how many tokens that is [B], or None.
+      implementation: of the kernel without a cache; None for the best.
 
     Returns:
       [B, T, D], and the cache after x (None without one).
@@ -145,7 +148,7 @@ def mla_mixer(
     key = compressed[..., latent_rank:]
     if cache is None:
         k, v = _expand(params, latent, key, config)
-        o = causal_attention(q, k, v, segment_ids)
+        o = causal_attention(q, k, v, segment_ids, implementation=implementation)
     else:
         position = length[:, None] + jnp.arange(num_new)
         target = position

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from k3jax.config import ModelConfig
 from k3jax.model.norms import project, rms_norm
 from k3jax.model.routing import route, router_logits
+from pallas_kernels.common.platform import Implementation
 from pallas_kernels.grouped_mlp import (
     Experts,
     GatedActivation,
@@ -55,7 +56,12 @@ def _experts_of(params: Params) -> Experts:
     )
 
 
-def routed_experts(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+def routed_experts(
+    params: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    implementation: Implementation | None = None,
+) -> jax.Array:
     """The routed half of the MoE: latent down, experts, weighted sum, norm, latent up.
 
     The router reads x at full width. Args: x [M, D]. Returns [M, D].
@@ -79,6 +85,7 @@ def routed_experts(params: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
         _experts_of(params['experts']),
         group_sizes,
         activation_of(config),
+        implementation=implementation,
     )
     rows = _permute(rows, inverse, order).reshape(*routing.weights.shape, -1)
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -91,12 +98,18 @@ def routed_experts(params: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
 
 
 @jax.named_scope('block_sparse_moe')
-def moe(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+def moe(
+    params: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    implementation: Implementation | None = None,
+) -> jax.Array:
     """Routed experts plus the shared MLP, both reading x [B, T, D].
 
     Source: Kimi K3 `block_sparse_moe` (Stable LatentMoE); without a latent width, Kimi Linear's.
     """
-    out = routed_experts(params, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    out = routed_experts(params, rows, config, implementation).reshape(x.shape)
     if config.num_shared_experts:
         out = out + gated_mlp(params['shared_experts'], x, activation_of(config))
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from pallas_kernels.attn_res.backward_kernel import backward
 from pallas_kernels.attn_res.blocks import MAX_CANDIDATES, STATS, plan_for
 from pallas_kernels.attn_res.forward_kernel import forward
 from pallas_kernels.attn_res.reference import Count, Flag, attn_res_reference, attn_res_xla
-from pallas_kernels.common.platform import best_of, kernel_call
-
-Implementation = Literal['reference', 'xla', 'pallas']
+from pallas_kernels.common.platform import Implementation, best_of, kernel_call
 
 
 def attn_res(

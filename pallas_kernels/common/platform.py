@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
+
+Implementation = Literal['reference', 'xla', 'pallas']
 
 # Generations without the memory or the instructions that the kernels are built for.
 _UNSUPPORTED_KINDS = ('v2', 'v3', 'v4', 'v5 lite', 'v5e', 'v5litepod')

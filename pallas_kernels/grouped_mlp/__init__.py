@@ -1,15 +1,25 @@
 """Routed experts: gated MLPs over ragged groups of rows."""
 
 from pallas_kernels.grouped_mlp.activations import GatedActivation, SiTU, SwiGLU
-from pallas_kernels.grouped_mlp.api import Experts, grouped_mlp
+from pallas_kernels.grouped_mlp.api import grouped_mlp
+from pallas_kernels.grouped_mlp.experts import Experts
 from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4, decode_mxfp4
+from pallas_kernels.grouped_mlp.mxfp4_tiles import Mxfp4Tiles, tile_mxfp4, untile_mxfp4
+from pallas_kernels.grouped_mlp.quantise import fake_quantise_mxfp4, quantise_mxfp4
+from pallas_kernels.grouped_mlp.token import token_mlp
 
 __all__ = [
     'Experts',
     'GatedActivation',
     'Mxfp4',
+    'Mxfp4Tiles',
     'SiTU',
     'SwiGLU',
     'decode_mxfp4',
+    'fake_quantise_mxfp4',
     'grouped_mlp',
+    'quantise_mxfp4',
+    'tile_mxfp4',
+    'token_mlp',
+    'untile_mxfp4',
 ]

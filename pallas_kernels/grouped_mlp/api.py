@@ -3,194 +3,184 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
+from pallas_kernels.common.platform import Implementation, best_of, kernel_call
+from pallas_kernels.grouped_mlp import dense_kernels, mxfp4_kernels, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
-from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4, decode_mxfp4
+from pallas_kernels.grouped_mlp.experts import Experts, is_packed, shape_of
+from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4
+from pallas_kernels.grouped_mlp.mxfp4_tiles import CHUNK, Mxfp4Tiles, tile_mxfp4
+from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 
-MAX_TILE = 128  # rows of one expert that the CPU form multiplies at once
-
-Weight = jax.Array | Mxfp4
-
-
-class Experts(NamedTuple):
-    """w1 (gate) and w3 (up): [E, F, L]; w2 (down): [E, L, F]; arrays or `Mxfp4`."""
-
-    w1: Weight
-    w3: Weight
-    w2: Weight
-
-
-def _dense(weight: Weight, dtype: jnp.dtype) -> jax.Array:
-    return decode_mxfp4(weight, dtype) if isinstance(weight, Mxfp4) else weight.astype(dtype)
-
-
-def _times(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[M, I] x [O, I] -> [M, O]."""
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
-
-
-def _mlp(activation: GatedActivation, x: jax.Array, experts: Experts) -> jax.Array:
-    w1, w3, w2 = experts
-    return _times(activation(_times(x, w1), _times(x, w3)), w2)
-
-
-class _Tiles(NamedTuple):
-    """Row tiles, each inside one group: expert and first row of each, rows in its group."""
-
-    expert: jax.Array
-    start: jax.Array
-    rows: jax.Array
-    count: jax.Array
-
-
-def _tiles(group_sizes: jax.Array, num_rows: int, tile: int) -> _Tiles:
-    num_groups = group_sizes.shape[0]
-    per_group = -(-group_sizes // tile)
-    last = jnp.cumsum(per_group)
-    index = jnp.arange(-(-num_rows // tile) + num_groups, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(last, index, side='right'), num_groups - 1)
-    expert = expert.astype(jnp.int32)
-    offset = (index - (last - per_group)[expert]) * tile
-    start = (jnp.cumsum(group_sizes) - group_sizes)[expert] + offset
-    return _Tiles(expert, start, group_sizes[expert] - offset, last[-1])
-
-
-def _pick(experts: Experts, expert: jax.Array, dtype: jnp.dtype) -> Experts:
-    one = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), experts)
-    return Experts(*(_dense(w, dtype) for w in one))
-
-
-def _tile_size(num_rows: int, num_groups: int) -> int:
-    average = max(1, num_rows // num_groups)
-    return min(MAX_TILE, 1 << (average - 1).bit_length())
-
-
-def _forward_by_tiles(x, experts, group_sizes, activation):
-    tile = _tile_size(x.shape[0], group_sizes.shape[0])
-    tiles = _tiles(group_sizes, x.shape[0], tile)
-    padded = jnp.pad(x, ((0, tile), (0, 0)))
-
-    def body(i, out):
-        start = tiles.start[i]
-        rows = lax.dynamic_slice_in_dim(padded, start, tile)
-        y = _mlp(activation, rows, _pick(experts, tiles.expert[i], x.dtype))
-        # Rows past the group's end are overwritten by the next group's tile.
-        return lax.dynamic_update_slice_in_dim(out, y, start, 0)
-
-    return lax.fori_loop(0, tiles.count, body, jnp.zeros_like(padded))[: x.shape[0]]
-
-
-def _backward_by_tiles(x, experts, group_sizes, dy, activation):
-    tile = _tile_size(x.shape[0], group_sizes.shape[0])
-    tiles = _tiles(group_sizes, x.shape[0], tile)
-    padded = jnp.pad(x, ((0, tile), (0, 0)))
-    dy = jnp.pad(dy, ((0, tile), (0, 0)))
-
-    def body(i, carry):
-        dx, grads = carry
-        start, expert = tiles.start[i], tiles.expert[i]
-        inside = (jnp.arange(tile) < tiles.rows[i])[:, None]
-        rows = lax.dynamic_slice_in_dim(padded, start, tile)
-        d_rows = jnp.where(inside, lax.dynamic_slice_in_dim(dy, start, tile), 0)
-        weights = _pick(experts, expert, x.dtype)
-        _, vjp = jax.vjp(functools.partial(_mlp, activation), rows, weights)
-        d_in, d_weights = vjp(d_rows)
-
-        def add(total, one):
-            row = lax.dynamic_index_in_dim(total, expert, keepdims=False)
-            return lax.dynamic_update_index_in_dim(total, row + one.astype(row.dtype), expert, 0)
-
-        dx = lax.dynamic_update_slice_in_dim(dx, d_in, start, 0)
-        return dx, jax.tree.map(add, grads, d_weights)
-
-    zeros = jax.tree.map(jnp.zeros_like, experts)
-    dx, grads = lax.fori_loop(0, tiles.count, body, (jnp.zeros_like(padded), zeros))
-    return dx[: x.shape[0]], grads
-
-
-def _forward_ragged(x, experts, group_sizes, activation):
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-
-    def times(rows, weight):
-        return lax.ragged_dot_general(rows, _dense(weight, rows.dtype), group_sizes, numbers)
-
-    hidden = activation(times(x, experts.w1), times(x, experts.w3))
-    return times(hidden, experts.w2)
-
-
-def _backward_ragged(x, experts, group_sizes, dy, activation):
-    def forward(x, experts):
-        return _forward_ragged(x, experts, group_sizes, activation)
-
-    return jax.vjp(forward, x, experts)[1](dy)
-
-
-def _by_platform(cpu, default, activation, *operands):
-    """On the CPU backend ragged_dot multiplies every row by every expert; tiles do not."""
-    return lax.platform_dependent(
-        *operands,
-        cpu=functools.partial(cpu, activation=activation),
-        default=functools.partial(default, activation=activation),
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_mlp(x, experts, group_sizes, activation):
-    return _by_platform(_forward_by_tiles, _forward_ragged, activation, x, experts, group_sizes)
-
-
-def _grouped_mlp_forward(x, experts, group_sizes, activation):
-    return _grouped_mlp(x, experts, group_sizes, activation), (x, experts, group_sizes)
-
-
-def _grouped_mlp_backward(activation, residuals, dy):
-    x, experts, group_sizes = residuals
-    if any(isinstance(weight, Mxfp4) for weight in experts):
-        raise NotImplementedError(
-            'grouped_mlp: gradients through MXFP4 experts; expand them to bf16 to train'
-        )
-    dx, grads = _by_platform(
-        _backward_by_tiles, _backward_ragged, activation, x, experts, group_sizes, dy
-    )
-    return dx, grads, None
-
-
-_grouped_mlp.defvjp(_grouped_mlp_forward, _grouped_mlp_backward)
+IMPLEMENTATIONS = ('reference', 'xla', 'pallas', None)
 
 
 def grouped_mlp(
-    x: jax.Array, experts: Experts, group_sizes: jax.Array, activation: GatedActivation
+    x: jax.Array,
+    experts: Experts,
+    group_sizes: jax.Array,
+    activation: GatedActivation,
+    *,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """y_m = w2_e activation(w1_e x_m, w3_e x_m), e the group of row m.
 
     Args:
       x: [M, L], rows sorted by expert.
-      experts: weights, any float dtype, or MXFP4 (forward only); used in x's dtype.
-      group_sizes: [E] int32, rows of each expert, summing to M; may be 0.
+      experts: weights: arrays of any float dtype, used in x's dtype; or MXFP4, which has no
+        gradient itself: train on `fake_quantise_mxfp4` of arrays.
+      group_sizes: [E] int32, rows of each expert, summing to M; may be 0. Where the values are
+        not known before the program runs, rows past the sum give 0 and groups past M are cut.
       activation: `SiTU` or `SwiGLU`.
+      implementation: 'reference' | 'xla' | 'pallas' | None (best for the platform lowered for).
 
     Returns:
       [M, L] in x's dtype.
 
     Raises:
-      ValueError: widths disagree. NotImplementedError: gradients through MXFP4.
+      ValueError: widths disagree, known group sizes are negative or do not sum to M.
+      NotImplementedError: 'pallas' with a dtype or width it does not support.
 
     Source: Kimi K3 `block_sparse_moe.experts`.
     """
-    w1 = experts.w1.packed if isinstance(experts.w1, Mxfp4) else experts.w1
-    width = w1.shape[-1] * (2 if isinstance(experts.w1, Mxfp4) else 1)
-    if x.ndim != 2 or x.shape[1] != width or group_sizes.shape != (w1.shape[0],):
+    width, num_experts = experts.width, experts.num_experts
+    if x.ndim != 2 or x.shape[1] != width or group_sizes.shape != (num_experts,):
         raise ValueError(
             f'grouped_mlp: x {x.shape} and group_sizes {group_sizes.shape}, '
-            f'wanted [M, {width}] and ({w1.shape[0]},)'
+            f'wanted [M, {width}] and ({num_experts},)'
         )
-    return _grouped_mlp(x, experts, group_sizes, activation)
+    check_experts('grouped_mlp', experts)
+    check_implementation('grouped_mlp', implementation)
+    if not isinstance(group_sizes, jax.core.Tracer):
+        sizes = np.asarray(group_sizes)
+        if sizes.min(initial=0) < 0 or sizes.sum() != x.shape[0]:
+            raise ValueError(
+                f'grouped_mlp: group_sizes are at least {sizes.min(initial=0)} and sum to '
+                f'{sizes.sum()}, wanted none negative and the {x.shape[0]} rows of x'
+            )
+    group_sizes = jnp.asarray(group_sizes, jnp.int32)
+    if implementation == 'reference':
+        return grouped_mlp_reference(x, experts, group_sizes, activation)
+    problem = unsupported(x, experts)
+    if implementation == 'pallas' and problem:
+        raise NotImplementedError(f"grouped_mlp: 'pallas' {problem}; use implementation='xla'")
+    if 0 in (x.size, num_experts, experts.inner):
+        return jnp.zeros_like(x)
+    return _grouped_mlp(x, experts, group_sizes, activation, 'xla' if problem else implementation)
+
+
+def check_experts(name: str, experts: Experts) -> None:
+    num_experts, inner, width = shape_of(experts.w1)
+    wanted = [(num_experts, inner, width)] * 2 + [(num_experts, width, inner)]
+    got = [shape_of(w) for w in experts]
+    if got != wanted:
+        raise ValueError(f'{name}: w1, w3, w2 have shapes {got}, wanted {wanted}')
+
+
+def check_implementation(name: str, implementation: Any) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{name}: implementation is {implementation!r}, wanted 'reference', 'xla', "
+            "'pallas' or None"
+        )
+
+
+def unsupported(x: jax.Array, experts: Experts) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f'has rows in {x.dtype}, wanted bfloat16 or float32'
+    packed = [is_packed(w) for w in experts]
+    if not any(packed):
+        return None
+    if not all(packed):
+        return 'has some weights packed and some not, wanted all or none'
+    if x.dtype != jnp.bfloat16:
+        return f'has packed weights and rows in {x.dtype}, wanted bfloat16'
+    if experts.width % CHUNK or experts.inner % CHUNK:
+        return (
+            f'has packed weights with L = {experts.width} and F = {experts.inner}, '
+            f'wanted multiples of {CHUNK}'
+        )
+    return None
+
+
+def for_kernels(experts: Experts, dtype: jnp.dtype) -> Experts:
+    """In the order and dtype that the kernels read."""
+
+    def one(weight):
+        if isinstance(weight, Mxfp4):
+            return tile_mxfp4(weight)
+        return weight if isinstance(weight, Mxfp4Tiles) else weight.astype(dtype)
+
+    return Experts(*map(one, experts))
+
+
+def _kernel_forward(x, experts, group_sizes, *, activation, keep):
+    def build(interpret):
+        def run(x, experts, group_sizes):
+            kernels = mxfp4_kernels if is_packed(experts.w1) else dense_kernels
+            y, kept = kernels.forward(
+                x, experts, group_sizes, activation, keep=keep, interpret=interpret
+            )
+            return (y, kept) if keep else y
+
+        return run
+
+    return kernel_call(build, x, for_kernels(experts, x.dtype), group_sizes)
+
+
+def _kernel_backward(x, experts, group_sizes, kept, dy, *, activation):
+    dtypes = [None if is_packed(w) else w.dtype for w in experts]
+
+    def build(interpret):
+        def run(x, experts, group_sizes, kept, dy):
+            if is_packed(experts.w1):
+                args = (experts, group_sizes, kept, dy, activation)
+                return mxfp4_kernels.backward(*args, interpret=interpret), [None] * 3
+            args = (x, experts, group_sizes, kept, dy, activation)
+            return dense_kernels.backward(*args, dtypes=dtypes, interpret=interpret)
+
+        return run
+
+    return kernel_call(build, x, for_kernels(experts, x.dtype), group_sizes, kept, dy)
+
+
+def _choose(implementation: Implementation | None, pallas: Any, plain: Any, *args: Any) -> Any:
+    if implementation is None:
+        return best_of('grouped_mlp', pallas, plain, *args)
+    return (pallas if implementation == 'pallas' else plain)(*args)
+
+
+def _forward(x, experts, group_sizes, activation, implementation, keep):
+    forms = (
+        functools.partial(form, activation=activation, keep=keep)
+        for form in (_kernel_forward, xla.forward)
+    )
+    return _choose(implementation, *forms, x, experts, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_mlp(x, experts, group_sizes, activation, implementation):
+    return _forward(x, experts, group_sizes, activation, implementation, keep=False)
+
+
+def _grouped_mlp_forward(x, experts, group_sizes, activation, implementation):
+    y, kept = _forward(x, experts, group_sizes, activation, implementation, keep=True)
+    return y, (x, experts, group_sizes, kept)
+
+
+def _grouped_mlp_backward(activation, implementation, residuals, dy):
+    x, experts, group_sizes, kept = residuals
+    forms = (
+        functools.partial(form, activation=activation) for form in (_kernel_backward, xla.backward)
+    )
+    dx, grads = _choose(implementation, *forms, x, experts, group_sizes, kept, dy)
+    return dx, Experts(*grads), None
+
+
+_grouped_mlp.defvjp(_grouped_mlp_forward, _grouped_mlp_backward)

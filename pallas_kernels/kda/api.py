@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.platform import best_of
+from pallas_kernels.common.platform import Implementation, best_of
 from pallas_kernels.common.segments import Runs, runs_of
 from pallas_kernels.kda.chunked import chunked_kda
 from pallas_kernels.kda.gate import Gate, GateArrays, kda_gate
 from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
 from pallas_kernels.kda.tpu import tpu_kda, why_unsupported
-
-Implementation = Literal['reference', 'xla', 'pallas']
 
 
 def _check_shapes(q, k, v, g, beta, initial_state, segment_ids) -> None:

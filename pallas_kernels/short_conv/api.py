@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.platform import best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, best_of, kernel_call
 from pallas_kernels.common.segments import Runs, runs_of
 from pallas_kernels.short_conv.backward_kernel import backward
 from pallas_kernels.short_conv.blocks import LANES, SUBLANES, TAPS, Plan, plan_for
 from pallas_kernels.short_conv.forward_kernel import forward
 from pallas_kernels.short_conv.reference import short_conv_reference, short_conv_xla
-
-Implementation = Literal['reference', 'xla', 'pallas']
 
 
 def _new_tail(extended: jax.Array, runs: Runs | None, taps: int) -> jax.Array:

@@ -139,9 +139,9 @@ def test_every_read_of_the_bank_has_the_candidates_that_its_layer_should_see(mon
     reads = []
     real = layer.attn_res
 
-    def recorded(*args, num_live, use_prefix, eps):
+    def recorded(*args, num_live, use_prefix, **rest):
         reads.append((int(num_live), use_prefix))
-        return real(*args, num_live=num_live, use_prefix=use_prefix, eps=eps)
+        return real(*args, num_live=num_live, use_prefix=use_prefix, **rest)
 
     monkeypatch.setattr(layer, 'attn_res', recorded)
     monkeypatch.setattr(kimi, 'attn_res', recorded)

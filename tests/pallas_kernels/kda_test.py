@@ -112,14 +112,6 @@ class TestAgainstFloat64:
         inputs, cotangents = random_inputs(regime=regime, seed=1)
         check(implementation, inputs, packed_ids(), cotangents)
 
-    def test_one_token(self, implementation):
-        inputs, cotangents = random_inputs((2, 1, 1, 32, 24))
-        check(implementation, inputs, None, cotangents)
-
-    def test_values_wider_than_keys_and_length_not_a_multiple_of_anything(self, implementation):
-        inputs, cotangents = random_inputs(ODD)
-        check(implementation, inputs, None, cotangents)
-
     def test_beta_exactly_zero_and_one(self, implementation):
         inputs, cotangents = random_inputs(WHOLE)
         inputs['beta'] = (inputs['beta'] < 0.5).astype(np.float32)
@@ -252,6 +244,19 @@ class TestAgainstFloat64:
         inputs, cotangents = random_inputs((2, length, 2, 32, 24), regime, seed=length)
         check(implementation, inputs, None, cotangents)
         check(implementation, inputs, packed_ids(length), cotangents)
+
+
+@pytest.mark.parametrize('implementation', [*PLAIN, pytest.param('pallas', marks=pytest.mark.slow)])
+class TestOddShapes:
+    """Outputs, final state and all gradients."""
+
+    def test_one_token(self, implementation):
+        inputs, cotangents = random_inputs((2, 1, 1, 32, 24))
+        check(implementation, inputs, None, cotangents)
+
+    def test_values_wider_than_keys_and_length_not_a_multiple_of_anything(self, implementation):
+        inputs, cotangents = random_inputs(ODD)
+        check(implementation, inputs, None, cotangents)
 
 
 def raw_arguments():

@@ -72,6 +72,7 @@ class TestBfloat16:
     def test_keys_alike_without_decay(self):
         check(SIMILAR_KEYS, -5.0, 4e-2)
 
+    @pytest.mark.slow
     def test_keys_alike_without_decay_in_the_precise_mode(self):
         check(SIMILAR_KEYS, -5.0, 2e-2, 'precise')
 
@@ -85,6 +86,7 @@ class TestBfloat16:
         got = {'o': o, 'final_state': final}
         assert_close(got, {name: want[name] for name in got}, 2e-2)
 
+    @pytest.mark.slow
     def test_packed_documents_and_padding(self):
         ids = [0] * 3 + [1] * 30 + [2] * 116 + [3] * 60 + [0] * 7 + [4] * 40
         check('uniform to -5', -5.0, BFLOAT16, ids=np.array([ids], np.int32))
@@ -102,7 +104,7 @@ class TestBfloat16:
             assert_close(got, {name: want[name] for name in INPUTS}, 1e-5)
 
 
-@pytest.mark.parametrize('lower_bound', [-5.0, None])
+@pytest.mark.parametrize('lower_bound', [-5.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_gate_and_normalisation_in_the_kernel(lower_bound):
     """Against the XLA form in float64, whose own test is against central differences."""
     arguments = raw_arguments()
