@@ -56,10 +56,10 @@ def mesh_of(topology: str, **axes: int) -> Mesh:
     return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
 
 
-def compile_for(
+def lower_for(
     topology: str, function: Callable[..., Any], args: tuple[Any, ...]
-) -> jax.stages.Compiled:
-    """`function` compiled for one chip of a topology; args: trees of ShapeDtypeStruct."""
+) -> jax.stages.Lowered:
+    """`function` lowered for one chip of a topology; args: trees of ShapeDtypeStruct."""
     mesh = mesh_of(topology)
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -69,4 +69,11 @@ def compile_for(
     args = jax.tree.map(placed, args)
     # Kernels ask the mesh for the chip's generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(*args).compile()
+        return jax.jit(function).lower(*args)
+
+
+def compile_for(
+    topology: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> jax.stages.Compiled:
+    """`lower_for`, compiled."""
+    return lower_for(topology, function, args).compile()

@@ -56,8 +56,8 @@ def short_conv(
 
     Raises:
       ValueError: shapes disagree.
-      NotImplementedError: 'pallas' with a width that is not a multiple of 128, other than four
-        taps, or another dtype than bfloat16 or float32.
+      NotImplementedError: 'pallas' with other than four taps, or another dtype than bfloat16 or
+        float32.
 
     Source: Kimi K3 `short_conv_kernel_size`.
     """
@@ -81,6 +81,14 @@ def short_conv(
     tail = tail.astype(x.dtype)
     runs = None if segment_ids is None else runs_of(segment_ids)
     numbers = () if runs is None else (runs.number,)
+    missing = -width % LANES
+    if implementation == 'pallas' and missing:
+        x, tail = (jnp.pad(a, ((0, 0), (0, 0), (0, missing))) for a in (x, tail))
+        weight = jnp.pad(weight, ((0, missing), (0, 0)))
+        y, tail = short_conv(
+            x, weight, tail=tail, segment_ids=segment_ids, implementation=implementation
+        )
+        return y[..., :width], tail[..., :width]
     problem = _unsupported(x, taps)
     if implementation == 'pallas' and problem:
         raise NotImplementedError(f"short_conv: 'pallas' {problem}; use implementation='xla'")

@@ -279,18 +279,11 @@ def test_kernels_do_not_race_or_leave_their_blocks(packed):
     assert_close(dict(enumerate(got)), dict(enumerate(want)), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ('shape', 'taps', 'message'),
-    [
-        ((1, 4, 96), 4, 'takes a multiple of 128 channels, got 96'),
-        ((1, 4, 128), 3, 'takes 4 taps, got 3'),
-    ],
-)
-def test_what_the_kernel_does_not_take(shape, taps, message):
-    x, weight = jnp.ones(shape), jnp.ones((shape[2], taps))
-    with pytest.raises(NotImplementedError, match=message):
+def test_what_the_kernel_does_not_take():
+    x, weight = jnp.ones((1, 4, 128)), jnp.ones((128, 3))
+    with pytest.raises(NotImplementedError, match='takes 4 taps, got 3'):
         short_conv(x, weight, implementation='pallas')
-    assert short_conv(x, weight)[0].shape == shape
+    assert short_conv(x, weight)[0].shape == x.shape
     with pytest.raises(ValueError, match="implementation is 'cuda'"):
         short_conv(x, weight, implementation='cuda')
 
