@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -30,3 +31,26 @@ def runs_of(segment_ids: jax.Array) -> Runs:
     differs = (filled[:, 1:] != filled[:, :-1]) & started[:, :-1]
     number = jnp.cumsum(jnp.pad(differs, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
     return Runs(number, real)
+
+
+def check_runs(name: str, segment_ids: jax.Array | None) -> None:
+    """Refuses known segment ids that are negative or come back after another document.
+
+    Traced ids cannot be looked at; there an id that comes back starts a run of its own.
+
+    Raises:
+      ValueError: with the row and the id.
+    """
+    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+        return
+    for row, ids in enumerate(np.asarray(segment_ids)):
+        if ids.min(initial=0) < 0:
+            raise ValueError(f'{name}: segment_ids row {row} has {ids.min()}, wanted 0 or more')
+        real = ids[ids > 0]
+        starts = real[np.flatnonzero(np.diff(real, prepend=0))]
+        values, counts = np.unique(starts, return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f'{name}: segment_ids row {row}: {values[counts > 1][0]} comes back after another '
+                'document; wanted one run an id'
+            )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.platform import Implementation, best_of
-from pallas_kernels.common.segments import Runs, runs_of
+from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.kda.chunked import chunked_kda
 from pallas_kernels.kda.gate import Gate, GateArrays, kda_gate
 from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
@@ -88,6 +88,7 @@ def kda(
     if precision not in ('default', 'precise'):
         raise ValueError(f"kda: precision is {precision!r}, wanted 'default' or 'precise'")
     _check_bound(None if gate is not None else g, g_lower_bound)
+    check_runs('kda', segment_ids)
     runs = None if segment_ids is None else runs_of(segment_ids)
     gate_arrays = None if gate is None else GateArrays(gate.A_log, gate.dt_bias)
     arrays = (q, k, v, g, beta, gate_arrays, initial_state, runs)

@@ -1,163 +1,119 @@
-"""What attention computes in training: softmax over earlier tokens, block by block.
-
-Neither direction holds a [T, T] array: blocks above the diagonal are never visited, and the
-backward pass recomputes the scores of a block from the saved log of the softmax's denominator.
-"""
+"""What attention computes in training: softmax over earlier tokens of a document."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.common.segments import runs_of
+from pallas_kernels.common.platform import best_of, kernel_call
+from pallas_kernels.common.segments import Runs, runs_of
+from pallas_kernels.mla.on_tpu import attention_on_tpu, gradients_on_tpu, unsupported
+from pallas_kernels.mla.reference import attention_reference
+from pallas_kernels.mla.xla import attention_xla, attention_xla_gradients
 
-BLOCK = 128  # tokens; scores of a block stay in cache
-LONG = 4096  # tokens from which larger blocks keep the loops short
-LONG_BLOCK = 512
-NO_RUN = -1  # of padding; matches nothing
-_LOWEST = -1e30  # finite, so that rows without a key stay finite
-
-
-class _Blocks(NamedTuple):
-    """q, k: [n, B, H, block, qk]; v: [n, B, H, block, V]; run: [n, B, block] int32."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    run: jax.Array
-
-
-def _wide(x: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _scores(blocks: _Blocks, i: jax.Array, j: jax.Array, q: jax.Array) -> jax.Array:
-    """Masked scores [B, H, block, block] of query block i and key block j."""
-    scores = jnp.einsum('bhqd,bhkd->bhqk', q, blocks.k[j], preferred_element_type=_wide(q))
-    size = scores.shape[-1]
-    row, column = blocks.run[i][:, None, :, None], blocks.run[j][:, None, None, :]
-    place = jnp.arange(size)
-    earlier = (i * size + place)[:, None] >= j * size + place
-    seen = (row == column) & (row != NO_RUN) & earlier
-    return jnp.where(seen, scores * q.shape[-1] ** -0.5, _LOWEST)
-
-
-def _forward(blocks: _Blocks) -> tuple[jax.Array, jax.Array]:
-    """Outputs [n, B, H, block, V] and log denominators [n, B, H, block, 1]."""
-    num_blocks, *lead, _ = blocks.q.shape
-    wide = _wide(blocks.q)
-
-    def rows(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q = blocks.q[i]
-
-        def step(j, carry):
-            top, total, mixed = carry
-            scores = _scores(blocks, i, j, q)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-            weights = jnp.exp(scores - new_top)
-            shrink = jnp.exp(top - new_top)
-            value = blocks.v[j]
-            read = jnp.einsum(
-                'bhqk,bhkv->bhqv', weights.astype(value.dtype), value, preferred_element_type=wide
-            )
-            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            return new_top, total, mixed * shrink + read
-
-        top = jnp.full((*lead, 1), _LOWEST, wide)
-        mixed = jnp.zeros((*lead, blocks.v.shape[-1]), wide)
-        top, total, mixed = lax.fori_loop(0, i + 1, step, (top, jnp.zeros_like(top), mixed))
-        real = (blocks.run[i] != NO_RUN)[:, None, :, None]
-        return jnp.where(real, mixed / total, 0).astype(blocks.v.dtype), top + jnp.log(total)
-
-    return lax.map(rows, jnp.arange(num_blocks))
-
-
-@jax.custom_vjp
-def _attend(blocks: _Blocks) -> jax.Array:
-    return _forward(blocks)[0]
-
-
-def _attend_forward(blocks: _Blocks):
-    o, log_total = _forward(blocks)
-    return o, (blocks, o, log_total)
-
-
-def _attend_backward(residuals, do):
-    blocks, o, log_total = residuals
-    wide = _wide(blocks.q)
-    scale = blocks.q.shape[-1] ** -0.5
-
-    def rows(carry, i):
-        q, do_i = blocks.q[i], do[i]
-        real = (blocks.run[i] != NO_RUN)[:, None, :, None]
-        do_i = jnp.where(real, do_i, 0)
-        mean = jnp.sum(do_i.astype(wide) * o[i].astype(wide), axis=-1, keepdims=True)
-
-        def step(j, carry):
-            dq, dk, dv = carry
-            weights = jnp.exp(_scores(blocks, i, j, q) - log_total[i])
-            d_weights = jnp.einsum(
-                'bhqv,bhkv->bhqk', do_i, blocks.v[j], preferred_element_type=wide
-            )
-            d_scores = (weights * (d_weights - mean) * scale).astype(q.dtype)
-            weights = weights.astype(do_i.dtype)
-            to_v = jnp.einsum('bhqk,bhqv->bhkv', weights, do_i, preferred_element_type=wide)
-            to_k = jnp.einsum('bhqk,bhqd->bhkd', d_scores, q, preferred_element_type=wide)
-            dq += jnp.einsum('bhqk,bhkd->bhqd', d_scores, blocks.k[j], preferred_element_type=wide)
-            return dq, dk.at[j].add(to_k), dv.at[j].add(to_v)
-
-        dq, dk, dv = lax.fori_loop(0, i + 1, step, (jnp.zeros(q.shape, wide), *carry))
-        return (dk, dv), dq.astype(q.dtype)
-
-    zeros = jnp.zeros(blocks.k.shape, wide), jnp.zeros(blocks.v.shape, wide)
-    (dk, dv), dq = lax.scan(rows, zeros, jnp.arange(blocks.q.shape[0]))
-    return (_Blocks(dq, dk.astype(blocks.k.dtype), dv.astype(blocks.v.dtype), None),)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+Implementation = Literal['reference', 'xla', 'pallas']
 
 
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None
-) -> jax.Array:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+    with_max_logit: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """o_t = sum_s softmax_s(q_t . k_s / sqrt(qk)) v_s over s <= t in t's document.
 
     Softmax and its statistics in float32, probabilities in v's dtype.
 
     Args:
       q, k: [B, T, H, qk]. v: [B, T, H, V].
-      segment_ids: [B, T] int32, runs of equal ids, 0 = padding.
+      segment_ids: [B, T] int32, runs of equal ids, 0 = padding, which may hold anything finite.
+      implementation: 'reference' | 'xla' | 'pallas' | None (best for the platform lowered for).
+      with_max_logit: also return the largest logit, which QK-Clip compares with its threshold.
 
     Returns:
-      [B, T, H, V] in v's dtype, 0 on padding.
+      o: [B, T, H, V] in v's dtype, 0 on padding.
+      max_logit, with `with_max_logit`: [H] float32, float64 for float64 input: the largest
+        q_t . k_s / sqrt(qk) of any pair that is summed over, in the whole batch; -inf where
+        everything is padding. No gradient flows through it.
 
     Raises:
-      ValueError: shapes disagree.
+      ValueError: shapes disagree, or there are no tokens.
+      NotImplementedError: 'pallas' with a dtype or widths that it cannot take.
 
     Source: Kimi K3 Gated MLA (no rotation; the scale is that of q's whole width).
     """
-    batch, length, heads, width = q.shape
-    if k.shape != q.shape or v.shape[:3] != (batch, length, heads):
+    _check(q, k, v, segment_ids)
+    runs = None if segment_ids is None else runs_of(segment_ids)
+    if implementation == 'reference':
+        o, top = attention_reference(q, k, v, runs)
+        return (o, top) if with_max_logit else o
+    if implementation not in ('xla', 'pallas', None):
+        raise ValueError(
+            f'causal_attention: implementation is {implementation!r}, '
+            "wanted 'reference', 'xla', 'pallas' or None"
+        )
+    problem = unsupported(q, v)
+    if implementation == 'pallas' and problem:
+        raise NotImplementedError(f"causal_attention: 'pallas' {problem}; use implementation='xla'")
+    if problem:
+        implementation = 'xla'
+    o, top = _attend(_Static(implementation), q, k, v, runs)
+    return (o, top) if with_max_logit else o
+
+
+class _Static(NamedTuple):
+    implementation: Implementation | None
+
+    def choose(self, on_tpu: Callable[..., Any], on_xla: Callable[..., Any], *args: Any) -> Any:
+        """on_tpu(interpret, *args) where it is wanted, else on_xla(*args)."""
+        if self.implementation == 'xla':
+            return on_xla(*args)
+        if self.implementation == 'pallas':
+            return kernel_call(lambda interpret: functools.partial(on_tpu, interpret), *args)
+        return best_of('mla', functools.partial(on_tpu, False), on_xla, *args)
+
+
+def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):
+    o, lse, top = static.choose(attention_on_tpu, attention_xla, q, k, v, runs)
+    return o, lse, jnp.max(top, axis=(0, 2))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):
+    o, _, top = _forward(static, q, k, v, runs)
+    return o, top
+
+
+def _attend_fwd(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):
+    o, lse, top = _forward(static, q, k, v, runs)
+    return (o, top), (q, k, v, runs, o, lse)
+
+
+def _attend_bwd(static: _Static, saved: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]):
+    do, _ = cotangents
+    return *static.choose(gradients_on_tpu, attention_xla_gradients, *saved, do), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        batch, length, heads = q.shape[:3] if q.ndim == 4 else 'BTH'
         raise ValueError(
             f'causal_attention: got q {q.shape}, k {k.shape}, v {v.shape}, wanted q and k alike '
             f'and v [{batch}, {length}, {heads}, V]'
         )
-    if segment_ids is None:
-        run = jnp.zeros((batch, length), jnp.int32)
-    else:
-        runs = runs_of(segment_ids)
-        run = jnp.where(runs.real, runs.number, NO_RUN)
-    block = LONG_BLOCK if length >= LONG else min(BLOCK, length)
-    padding = -length % block
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        return jnp.einsum('bnchd->nbhcd', x.reshape(batch, -1, block, heads, x.shape[-1]))
-
-    run = jnp.pad(run, ((0, 0), (0, padding)), constant_values=NO_RUN)
-    run = jnp.moveaxis(run.reshape(batch, -1, block), 1, 0)
-    o = _attend(_Blocks(split(q), split(k), split(v), run))
-    return jnp.einsum('nbhcv->bnchv', o).reshape(batch, -1, heads, v.shape[-1])[:, :length]
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f'causal_attention: q {q.shape} and v {v.shape} must not be empty')
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise ValueError(
+            f'causal_attention: segment_ids has shape {segment_ids.shape}, wanted {q.shape[:2]}'
+        )

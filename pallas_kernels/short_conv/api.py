@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.platform import Implementation, best_of, kernel_call
-from pallas_kernels.common.segments import Runs, runs_of
+from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.short_conv.backward_kernel import backward
 from pallas_kernels.short_conv.blocks import LANES, SUBLANES, TAPS, Plan, plan_for
 from pallas_kernels.short_conv.forward_kernel import forward
@@ -79,6 +79,7 @@ def short_conv(
             "wanted 'reference', 'xla', 'pallas' or None"
         )
     tail = tail.astype(x.dtype)
+    check_runs('short_conv', segment_ids)
     runs = None if segment_ids is None else runs_of(segment_ids)
     numbers = () if runs is None else (runs.number,)
     missing = -width % LANES

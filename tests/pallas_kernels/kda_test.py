@@ -433,6 +433,24 @@ def test_what_the_kernel_does_not_take_is_refused_by_name_and_run_by_default(sha
     assert np.isfinite(np.asarray(o, np.float32)).all()
 
 
+@pytest.mark.parametrize(
+    ('ids', 'message'),
+    [
+        ([1, 1, 2, 1], 'row 0: 1 comes back after another document'),
+        ([1, -1, 2, 2], 'row 0 has -1, wanted 0 or more'),
+    ],
+)
+def test_segment_ids_that_are_no_runs_are_an_error_where_they_are_known(ids, message):
+    inputs, _ = random_inputs((1, 4, 1, 4, 4))
+    with pytest.raises(ValueError, match=message):
+        kda(**inputs, segment_ids=np.array([ids], np.int32))
+
+
+def test_padding_inside_a_document_does_not_end_it():
+    inputs, _ = random_inputs((1, 4, 1, 4, 4))
+    kda(**inputs, segment_ids=np.array([[1, 0, 1, 2]], np.int32))
+
+
 def test_a_broken_promise_about_g_is_an_error():
     inputs, _ = random_inputs((1, 2, 1, 4, 4), 'all -100')
     with pytest.raises(ValueError, match='g goes down to -100.0, below g_lower_bound -5.0'):

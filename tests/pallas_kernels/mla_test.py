@@ -6,8 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash_kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from pallas_kernels.mla import api, causal_attention
+from pallas_kernels.common.segments import runs_of
+from pallas_kernels.mla import (
+    backward_kernel,
+    causal_attention,
+    on_tpu,
+    page_width,
+    paged,
+    paged_decode,
+    xla,
+)
 from tests.compare import assert_close, relative_error
 
 SHAPE = (2, 24, 2, 12, 6)  # B, T, H, qk, V
@@ -21,50 +35,58 @@ DOCUMENTS = {
 }
 
 
+def documents_of(row):
+    """Document of each token, -1 for padding, which ends none: equal ids around it are one."""
+    number, last, out = 0, None, []
+    for value in row:
+        if value > 0:
+            number += last is not None and value != last
+            last = value
+        out.append(number if value > 0 else -1)
+    return np.array(out)
+
+
 def oracle(q, k, v, ids, do):
-    """Outputs and gradients in float64, one row of scores at a time."""
+    """Outputs, gradients and largest logits in float64, every score at once."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
-    batch, length, heads, width = q.shape
-    o, dq, dk, dv = (np.zeros(x.shape) for x in (v, q, k, v))
-    scale = width**-0.5
-    for b in range(batch):
-        # Padding ends no document, so equal ids around it are one; a change of ids starts another.
-        number, last, document = 0, None, []
-        for value in ids[b]:
-            if value > 0:
-                number += last is not None and value != last
-                last = value
-            document.append(number if value > 0 else -1)
-        for t in range(length):
-            seen = [s for s in range(t + 1) if document[s] == document[t] >= 0]
-            if not seen:
-                continue
-            for h in range(heads):
-                scores = scale * (k[b, seen, h] @ q[b, t, h])
-                p = np.exp(scores - scores.max())
-                p /= p.sum()
-                o[b, t, h] = p @ v[b, seen, h]
-                dp = v[b, seen, h] @ do[b, t, h]
-                d_scores = scale * p * (dp - p @ dp)
-                dv[b, seen, h] += np.outer(p, do[b, t, h])
-                dk[b, seen, h] += np.outer(d_scores, q[b, t, h])
-                dq[b, t, h] = d_scores @ k[b, seen, h]
-    return {'o': o, 'q': dq, 'k': dk, 'v': dv}
+    scale = q.shape[-1] ** -0.5
+    document = np.array([documents_of(row) for row in ids])
+    seen = (document[:, :, None] == document[:, None, :]) & (document >= 0)[:, :, None]
+    seen = (seen & np.tri(q.shape[1], dtype=bool))[:, None]
+    q, k, v, do = (np.where((document >= 0)[:, :, None, None], x, 0) for x in (q, k, v, do))
+    scores = np.where(seen, scale * np.einsum('bthd,bshd->bhts', q, k), -np.inf)
+    top = scores.max(axis=(0, 2, 3))
+    largest = scores.max(axis=-1, keepdims=True)
+    p = np.where(seen, np.exp(scores - np.where(np.isfinite(largest), largest, 0)), 0)
+    p /= np.maximum(p.sum(axis=-1, keepdims=True), 1e-300)
+    dp = np.einsum('bthv,bshv->bhts', do, v)
+    d_scores = scale * p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    return {
+        'o': np.einsum('bhts,bshv->bthv', p, v),
+        'q': np.einsum('bhts,bshd->bthd', d_scores, k),
+        'k': np.einsum('bhts,bthd->bshd', d_scores, q),
+        'v': np.einsum('bhts,bthv->bshv', p, do),
+        'top': top,
+    }
 
 
-def random_arguments(seed=0, dtype=np.float32, sharpness=1.0):
+def random_arguments(seed=0, dtype=np.float32, sharpness=1.0, shape=SHAPE):
     """q, k, v and the cotangent of o."""
-    batch, length, heads, width, value = SHAPE
+    batch, length, heads, width, value = shape
     rng = np.random.default_rng(seed)
     shapes = [(batch, length, heads, d) for d in (width, width, value, value)]
     q, k, v, do = (rng.standard_normal(s) for s in shapes)
     return tuple(x.astype(dtype) for x in (sharpness * q, k, v, do))
 
 
-def run(q, k, v, ids, do):
+def run(q, k, v, ids, do, implementation=None):
+    attend = functools.partial(
+        causal_attention, segment_ids=ids, implementation=implementation, with_max_logit=True
+    )
+
     def both(q, k, v, do):
-        o, vjp = jax.vjp(functools.partial(causal_attention, segment_ids=ids), q, k, v)
-        return dict(zip('oqkv', (o, *vjp(do)), strict=True))
+        o, vjp, top = jax.vjp(attend, q, k, v, has_aux=True)
+        return dict(zip(('o', *'qkv', 'top'), (o, *vjp(do), top), strict=True))
 
     return jax.jit(both)(q, k, v, do)
 
@@ -76,7 +98,7 @@ def ids_of(documents):
 @pytest.mark.parametrize('block', [1, 5, 8, 24, 128])
 @pytest.mark.parametrize('documents', DOCUMENTS.values(), ids=DOCUMENTS)
 def test_outputs_and_gradients_equal_float64_whatever_the_block(monkeypatch, documents, block):
-    monkeypatch.setattr(api, 'BLOCK', block)
+    monkeypatch.setattr(xla, 'BLOCK', block)
     *arguments, do = random_arguments(dtype=np.float64)
     ids = ids_of(documents)
     with jax.enable_x64(True):
@@ -90,9 +112,9 @@ def test_outputs_and_gradients_equal_float64_whatever_the_block(monkeypatch, doc
 
 
 def test_long_inputs_take_larger_blocks(monkeypatch):
-    monkeypatch.setattr(api, 'BLOCK', 4)
-    monkeypatch.setattr(api, 'LONG', LENGTH)
-    monkeypatch.setattr(api, 'LONG_BLOCK', 10)
+    monkeypatch.setattr(xla, 'BLOCK', 4)
+    monkeypatch.setattr(xla, 'LONG', LENGTH)
+    monkeypatch.setattr(xla, 'LONG_BLOCK', 10)
     *arguments, do = random_arguments(dtype=np.float64)
     with jax.enable_x64(True):
         got = run(*arguments, None, do)
@@ -100,14 +122,14 @@ def test_long_inputs_take_larger_blocks(monkeypatch):
 
 
 def test_float32_is_accurate(monkeypatch):
-    monkeypatch.setattr(api, 'BLOCK', 8)
+    monkeypatch.setattr(xla, 'BLOCK', 8)
     *arguments, do = random_arguments(1)
     ids = ids_of(DOCUMENTS['packed'])
     assert_close(run(*arguments, ids, do), oracle(*arguments, ids, do), 2e-6)
 
 
 def test_scores_in_the_thousands_stay_finite_and_accurate(monkeypatch):
-    monkeypatch.setattr(api, 'BLOCK', 8)
+    monkeypatch.setattr(xla, 'BLOCK', 8)
     q, k, v, do = random_arguments(1, sharpness=300.0)
     ids = ids_of(DOCUMENTS['packed'])
     got, want = run(q, k, v, ids, do), oracle(q, k, v, ids, do)
@@ -123,11 +145,13 @@ def test_padding_gives_zero_and_may_hold_anything():
     *arguments, do = random_arguments(2)
     ids = ids_of(DOCUMENTS['padding at both ends and inside'])
     clean = run(*arguments, ids, do)
+    top = clean.pop('top')
     for name, x in clean.items():
         assert not np.any(np.asarray(x)[ids == 0]), name
     for x in (*arguments, do):
         x[ids == 0] = 1e30
     dirty = run(*arguments, ids, do)
+    np.testing.assert_array_equal(dirty['top'], top)
     for name in clean:
         np.testing.assert_array_equal(dirty[name], clean[name])
 
@@ -148,3 +172,224 @@ def test_a_wrong_shape_is_an_error(index):
     arguments[index] = np.zeros((1, 5, 2, 8), np.float32)
     with pytest.raises(ValueError, match='wanted q and k alike'):
         causal_attention(*arguments)
+
+
+def packed_ids(batch, length, seed=0):
+    """Documents of many lengths, padding at the end and between them."""
+    rng = np.random.default_rng(seed)
+    ids = np.zeros((batch, length), np.int32)
+    for row in ids:
+        at, document = 0, 0
+        while at < length:
+            size = int(rng.integers(1, max(2, length // 2)))
+            document += 1
+            row[at : at + size] = document if rng.random() < 0.8 else 0
+            at += size
+        row[-(length // 20) :] = 0
+    return ids
+
+
+# Name -> B, T, H, qk, V and whether rows hold several documents.
+CASES = {
+    'K3 widths': ((1, 300, 2, 192, 128), False),
+    'K3 widths, packed': ((1, 300, 2, 192, 128), True),
+    'two blocks': ((1, 256, 2, 64, 32), False),
+    'odd heads and widths, packed': ((2, 130, 3, 24, 6), True),
+    'one token': ((1, 1, 2, 192, 128), False),
+}
+
+
+class TestImplementations:
+    """Every form, outputs and gradients, against float64."""
+
+    @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 5e-3)])
+    @pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas'])
+    @pytest.mark.parametrize('case', CASES)
+    def test_equals_float64(self, case, implementation, dtype, tolerance):
+        shape, packed = CASES[case]
+        arguments = [jnp.asarray(x, dtype) for x in random_arguments(shape=shape)]
+        ids = packed_ids(*shape[:2]) if packed else np.ones(shape[:2], np.int32)
+        got = run(*arguments[:3], ids if packed else None, arguments[3], implementation)
+        want = oracle(*arguments[:3], ids, arguments[3])
+        assert got['o'].dtype == dtype and got['top'].dtype == jnp.float32
+        if shape[1] == 1:
+            assert max(np.abs(np.asarray(got.pop(n), np.float64)).max() for n in 'qk') < 1e-2
+            want.pop('q'), want.pop('k')
+        assert_close(got, want, tolerance)
+
+    @pytest.mark.parametrize('packed', [False, True])
+    def test_a_long_row_is_cut_into_calls(self, monkeypatch, packed):
+        """dq of 128 queries waits at a time, so three calls add up dk and dv."""
+        monkeypatch.setattr(backward_kernel, 'RESIDENT', 128)
+        shape = (2, 300, 2, 64, 32)
+        *arguments, do = random_arguments(4, shape=shape)
+        ids = packed_ids(*shape[:2], seed=1) if packed else np.ones(shape[:2], np.int32)
+        got = run(*arguments, ids if packed else None, do, 'pallas')
+        assert_close(got, oracle(*arguments, ids, do), 1e-5)
+
+    @pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas'])
+    def test_padding_gives_zero_and_a_batch_of_padding_no_logit(self, implementation):
+        shape = (1, 24, 2, 64, 32)
+        *arguments, do = random_arguments(5, shape=shape)
+        ids = np.zeros(shape[:2], np.int32)
+        got = run(*arguments, ids, do, implementation)
+        assert np.all(np.asarray(got.pop('top')) == -np.inf)
+        assert not any(np.any(np.asarray(x)) for x in got.values())
+
+    def test_pallas_lets_padding_hold_nan(self):
+        shape = (1, 150, 2, 64, 32)
+        *arguments, do = random_arguments(6, shape=shape)
+        ids = packed_ids(*shape[:2], seed=2)
+        for x in (*arguments, do):
+            x[ids == 0] = np.nan
+        got = run(*arguments, ids, do, 'pallas')
+        for x in (*arguments, do):
+            x[ids == 0] = 0
+        assert_close(got, oracle(*arguments, ids, do), 1e-5)
+
+    @pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas'])
+    def test_no_gradient_flows_through_the_largest_logit(self, implementation):
+        q, k, v, _ = random_arguments(7, shape=(1, 4, 2, 64, 32))
+        attend = functools.partial(
+            causal_attention, implementation=implementation, with_max_logit=True
+        )
+        gradients = jax.grad(lambda *args: attend(*args)[1].sum(), argnums=(0, 1, 2))(q, k, v)
+        assert not any(np.any(np.asarray(x)) for x in gradients)
+
+    def test_equals_splash_attention(self):
+        """An independent kernel; q and k padded to widths it takes."""
+        *arguments, do = (x[..., :128] for x in random_arguments(8, shape=(1, 256, 2, 128, 128)))
+        mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((256, 256))] * 2)
+        splash = splash_kernel.make_splash_mha_single_device(mask, interpret=True)
+
+        def with_splash(q, k, v):
+            q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * 128**-0.5, k, v))
+            return jnp.swapaxes(jax.vmap(splash)(q, k, v), 1, 2)
+
+        o, vjp = jax.vjp(jax.jit(with_splash), *arguments)
+        want = dict(zip('oqkv', (o, *vjp(do)), strict=True))
+        got = run(*arguments, None, do, 'pallas')
+        del got['top']
+        assert_close(got, want, 1e-4)
+
+    def test_kernels_do_not_race_or_leave_their_blocks(self):
+        """Three blocks of queries, the last partly padding, several documents."""
+        interpret = pltpu.InterpretParams(detect_races=True)
+        shape = (1, 300, 2, 64, 32)
+        *arguments, do = random_arguments(9, shape=shape)
+        ids = packed_ids(*shape[:2], seed=3)
+        runs = runs_of(jnp.asarray(ids))
+        o, lse, top = on_tpu.attention_on_tpu(interpret, *arguments, runs)
+        gradients = on_tpu.gradients_on_tpu(interpret, *arguments, runs, o, lse, do)
+        got = dict(zip(('o', *'qkv', 'top'), (o, *gradients, top.max(axis=(0, 2))), strict=True))
+        assert_close(got, oracle(*arguments, ids, do), 1e-5)
+
+    def test_bad_input_is_refused(self):
+        q, k, v, _ = random_arguments(shape=(1, 4, 2, 64, 32))
+        with pytest.raises(ValueError, match="implementation is 'cuda'"):
+            causal_attention(q, k, v, implementation='cuda')
+        with pytest.raises(ValueError, match=r'segment_ids has shape \(4,\), wanted \(1, 4\)'):
+            causal_attention(q, k, v, np.ones(4, np.int32))
+        with pytest.raises(ValueError, match='must not be empty'):
+            causal_attention(q[:, :0], k[:, :0], v[:, :0])
+        half = (x.astype(np.float16) for x in (q, k, v))
+        with pytest.raises(NotImplementedError, match='takes bfloat16 or float32 throughout'):
+            causal_attention(*half, implementation='pallas')
+        wide = np.zeros((1, 4, 1, 640), np.float32)
+        with pytest.raises(NotImplementedError, match='q and k up to 512 wide, got 640'):
+            causal_attention(wide, wide, wide, implementation='pallas')
+        assert causal_attention(wide, wide, wide).shape == wide.shape
+
+
+class TestPagedDecode:
+    """Every form against float64; pages lie anywhere and hold NaN where no token is."""
+
+    SCALE = 0.11
+
+    def arguments(self, dtype, heads=3, latent=128, rope=16, size=16, lengths=(45, 0, 1, 64, 200)):
+        rng = np.random.default_rng(0)
+        batch, most = len(lengths), 13
+        order = rng.permutation(batch * most + 2)[: batch * most].reshape(batch, most)
+        pages = np.full((batch * most + 2, size, page_width(latent, rope)), np.nan)
+        for row, length in zip(order, lengths, strict=True):
+            for s in range(length):
+                token = np.zeros(pages.shape[-1])
+                token[: latent + rope] = rng.standard_normal(latent + rope)
+                pages[row[s // size], s % size] = token
+            row[-(-length // size) :] = 10**6  # never looked up
+        q = rng.standard_normal((batch, heads, latent + rope))
+        arrays = [jnp.asarray(x, dtype) for x in (q[..., :latent], q[..., latent:], pages)]
+        return *arrays, order.astype(np.int32), np.array(lengths, np.int32)
+
+    def oracle(self, q_latent, q_rope, pages, page_table, lengths):
+        q = np.concatenate([np.asarray(x, np.float64) for x in (q_latent, q_rope)], axis=-1)
+        pages, latent = np.asarray(pages, np.float64), q_latent.shape[-1]
+        o = np.zeros(q_latent.shape)
+        for b, length in enumerate(lengths):
+            if length:
+                live = page_table[b, : -(-length // pages.shape[1])]
+                kv = pages[live].reshape(-1, pages.shape[-1])[:length]
+                scores = self.SCALE * q[b] @ kv[:, : q.shape[-1]].T
+                p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+                o[b] = p / p.sum(axis=-1, keepdims=True) @ kv[:, :latent]
+        return o
+
+    @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 5e-3)])
+    @pytest.mark.parametrize('implementation', ['reference', 'xla', 'pallas', None])
+    def test_equals_float64(self, monkeypatch, implementation, dtype, tolerance):
+        monkeypatch.setattr(paged, 'TOKENS', 64)
+        monkeypatch.setattr(paged, '_XLA_TOKENS', 64)
+        arguments = self.arguments(dtype)
+        decode = functools.partial(paged_decode, scale=self.SCALE, implementation=implementation)
+        got = jax.jit(decode)(*arguments)
+        assert got.dtype == dtype
+        assert_close({'o': got}, {'o': self.oracle(*arguments)}, tolerance)
+        assert not np.any(np.asarray(got[1]))
+
+    def test_the_kernel_does_not_race_or_leave_its_buffers(self, monkeypatch):
+        monkeypatch.setattr(paged, 'TOKENS', 32)
+        q_latent, q_rope, pages, page_table, lengths = self.arguments('float32')
+        q = jnp.pad(jnp.concatenate([q_latent, q_rope], axis=-1), ((0, 0), (0, 0), (0, 112)))
+        interpret = pltpu.InterpretParams(detect_races=True)
+        table = jnp.clip(page_table, 0, len(pages) - 1)
+        got = paged._on_tpu(128, self.SCALE, interpret, q, pages, table, jnp.asarray(lengths))
+        want = self.oracle(q_latent, q_rope, pages, page_table, lengths)
+        assert_close({'o': got}, {'o': want}, 1e-5)
+
+    def test_unknown_values_out_of_range_are_clipped(self):
+        q_latent, q_rope, pages, page_table, lengths = self.arguments('float32', lengths=(45, 208))
+        decode = jax.jit(functools.partial(paged_decode, scale=1.0, implementation='pallas'))
+        got = decode(q_latent, q_rope, pages, page_table, np.array([-3, 10**9], np.int32))
+        assert not np.any(np.asarray(got[0]))
+        want = decode(q_latent, q_rope, pages, page_table, np.array([0, 208], np.int32))
+        np.testing.assert_array_equal(got, want)
+        wild = np.where(np.arange(13) == 1, -7, page_table).astype(np.int32)
+        pages = jnp.nan_to_num(pages)
+        clipped = np.clip(wild, 0, len(pages) - 1)
+        got = decode(q_latent, q_rope, pages, wild, lengths)
+        np.testing.assert_array_equal(got, decode(q_latent, q_rope, pages, clipped, lengths))
+
+    @pytest.mark.parametrize(
+        'index, value, message',
+        [
+            (4, [45, 0, 1, 64, 209], 'lengths are 0 to 209, wanted 0 to 208'),
+            (4, [-1, 0, 1, 64, 20], 'lengths are -1 to 64'),
+            (3, [[10**6] * 13] * 5, 'names pages 1000000 to 1000000, wanted 0 to 66'),
+            (3, [[0] * 13] * 4, r'wanted \[5, M\]'),
+            (2, np.zeros((67, 16, 144), np.float32), r'wanted \[num_pages, P, 256\]'),
+            (2, np.zeros((67, 16, 256), np.float16), 'cast two'),
+            (1, np.zeros((5, 2, 16), np.float32), r'wanted \[B, H, R\]'),
+        ],
+    )
+    def test_bad_input_is_refused(self, index, value, message):
+        arguments = list(self.arguments('float32'))
+        arguments[index] = np.asarray(value) if index < 3 else np.asarray(value, np.int32)
+        with pytest.raises(ValueError, match=message):
+            paged_decode(*arguments, scale=1.0)
+
+    def test_what_the_kernel_cannot_take_is_said_or_left_to_xla(self):
+        arguments = self.arguments('float32', size=12, lengths=(20, 7))
+        with pytest.raises(NotImplementedError, match='multiple of 8 tokens, got 12'):
+            paged_decode(*arguments, scale=self.SCALE, implementation='pallas')
+        got = paged_decode(*arguments, scale=self.SCALE)
+        assert_close({'o': got}, {'o': self.oracle(*arguments)}, 1e-5)
