@@ -25,7 +25,7 @@ class Case:
       args: abstract arguments of that function, a tuple of ShapeDtypeStruct trees.
       flops: matmul operations (2 a multiply-add) that the maths needs.
       hbm_bytes: what must cross HBM at least once.
-      vector_ops: operations on [8, 128] vectors of 4 bytes that are needed, 0 where never the limit.
+      vector_ops: needed operations on [8, 128] vectors of 4 bytes, 0 where never the limit.
       tile_space: what the tuner may try.
       note: what a reader of the figure must know, such as that a stand-in was compiled.
     """

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.platform import best_of, kernel_call
-from pallas_kernels.common.segments import Runs, runs_of
+from pallas_kernels.common.platform import Implementation, best_of, kernel_call
+from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.mla.on_tpu import attention_on_tpu, gradients_on_tpu, unsupported
 from pallas_kernels.mla.reference import attention_reference
 from pallas_kernels.mla.xla import attention_xla, attention_xla_gradients
-
-Implementation = Literal['reference', 'xla', 'pallas']
 
 
 def causal_attention(
@@ -50,6 +48,7 @@ def causal_attention(
     Source: Kimi K3 Gated MLA (no rotation; the scale is that of q's whole width).
     """
     _check(q, k, v, segment_ids)
+    check_runs('causal_attention', segment_ids)
     runs = None if segment_ids is None else runs_of(segment_ids)
     if implementation == 'reference':
         o, top = attention_reference(q, k, v, runs)

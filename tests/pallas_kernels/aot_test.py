@@ -29,6 +29,11 @@ CHOSEN = [
     'kda/k3_6_heads_131072_given_g/backward',
     'kda/k3_6_heads_1_given_g/forward',
     'kda/kimi_linear_32_heads_8192_given_g_saving/forward',
+    'mla/24_heads_8_sequences_8192_page_64/decode',
+    'mla/k3_24_heads_1024/backward',
+    'mla/k3_24_heads_1024/forward',
+    'short_conv/k3_24_heads_8192_tokens_packed/backward',
+    'grouped_mlp/k3_14_experts_1024_tokens_each_traced/forward',
 ]
 
 
@@ -55,7 +60,7 @@ def test_every_case_has_its_own_key_and_needs_some_work():
     assert len(set(KEYS)) == len(KEYS)
     for case in all_cases():
         seconds, _ = roofline_seconds(case, chip_of('v5p:2x2x1'))
-        assert 0 < seconds < 1, case.key
+        assert 0 < seconds < 10, case.key
 
 
 @pytest.mark.parametrize('topology', TOPOLOGIES)
