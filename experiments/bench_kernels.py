@@ -15,11 +15,10 @@ from typing import Any
 from absl import flags, logging
 from etils import epath
 
-from k3jax.aot.chips import chip_of
-from k3jax.aot.compiler import prepare_environment
+from k3jax.aot.compiler import check_topology
 from k3jax.aot.measure import CompileError, Figures, measure
 from k3jax.flags import run_main
-from pallas_kernels.cases import all_cases
+from pallas_kernels.cases import cases_of
 from pallas_kernels.common.case import Case
 
 _TOPOLOGY = flags.DEFINE_string('topology', 'v5p:2x2x1', 'TPU to compile for; one chip is used.')
@@ -28,16 +27,6 @@ _JSON = flags.DEFINE_string('json', None, 'File to write the figures to, as a li
 _JOBS = flags.DEFINE_integer('jobs', 2, 'Cases compiled at a time.', lower_bound=1)
 
 _COLUMNS = '{:58s} {:>8s} {:>10s} {:>10s} {:>8s} {:>7s} {:>9s}'
-
-
-def chosen_cases(prefix: str | None) -> list[Case]:
-    """Raises ValueError where no case's key starts with `prefix`."""
-    cases = all_cases()
-    chosen = [case for case in cases if prefix is None or case.key.startswith(prefix)]
-    if not chosen:
-        kernels = sorted({case.kernel for case in cases})
-        raise ValueError(f'--kernel={prefix} names no case; kernels: {", ".join(kernels)}')
-    return chosen
 
 
 def row(case: Case, figures: Figures | None, error: str | None) -> dict[str, Any]:
@@ -71,9 +60,10 @@ def _line(case: Case, figures: Figures | None, error: str | None) -> str:
 
 def main(_: Sequence[str]) -> int:
     """Exit status 1 if a case does not compile."""
-    chip_of(_TOPOLOGY.value)
-    prepare_environment()
-    cases, rows = chosen_cases(_KERNEL.value), []
+    check_topology(_TOPOLOGY.value)
+    if _JSON.value and not epath.Path(_JSON.value).parent.is_dir():
+        raise ValueError(f'--json={_JSON.value}: there is no such folder; make it first')
+    cases, rows = cases_of(_KERNEL.value), []
     print(f'{_TOPOLOGY.value}, {len(cases)} cases', flush=True)
     header = ('kernel/shape/pass', 'dtype', 'cycles', 'us', 'MiB', 'spills', 'roofline')
     print(_COLUMNS.format(*header), flush=True)

@@ -33,3 +33,17 @@ def find_case(key: str) -> Case:
     if key not in cases:
         raise ValueError(f'no kernel case {key!r}; there are {", ".join(cases)}')
     return cases[key]
+
+
+def cases_of(prefix: str | None) -> list[Case]:
+    """Cases whose key starts with `prefix`; all for None.
+
+    Raises:
+      ValueError: there is none.
+    """
+    cases = all_cases()
+    chosen = [case for case in cases if prefix is None or case.key.startswith(prefix)]
+    if not chosen:
+        kernels = sorted({case.kernel for case in cases})
+        raise ValueError(f'--kernel={prefix} names no case; kernels: {", ".join(kernels)}')
+    return chosen

@@ -56,8 +56,6 @@ DIRECTIONS = {
     'experiments': ('configs', 'k3jax', 'pallas_kernels'),
     # Its other half runs under another environment's Python; both name the same workload.
     'experiments.bench': ('configs', 'experiments.bench_peers', 'k3jax', 'pallas_kernels'),
-    # The same cases and flags, for another question.
-    'experiments.tune_kernels': ('experiments.bench_kernels', 'k3jax', 'pallas_kernels'),
     'tests': ('configs', 'k3jax', 'pallas_kernels', 'tests'),
 }
 

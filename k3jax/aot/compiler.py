@@ -12,6 +12,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3jax.aot.chips import chip_of
+
 # libtpu reads these once, when it is loaded.
 ENVIRONMENT = {
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # beside another process that compiles
@@ -45,15 +47,24 @@ def mesh_of(topology: str, **axes: int) -> Mesh:
     """A mesh over the first devices of a topology that is not there; one device without axes.
 
     Raises:
-      ValueError: the topology has too few devices.
+      ValueError: libtpu knows no such topology, or it has too few devices.
     """
     prepare_environment()
     axes = axes or {'x': 1}
-    devices = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
+    try:
+        devices = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f'libtpu knows no topology {topology!r}; v5p:2x2x1 is one') from error
     count = int(np.prod(list(axes.values())))
     if count > len(devices):
         raise ValueError(f'{topology} has {len(devices)} devices, the mesh {axes} wants {count}')
     return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
+
+
+def check_topology(topology: str) -> None:
+    """Raises ValueError for a topology that there are no figures for, or that libtpu lacks."""
+    chip_of(topology)
+    mesh_of(topology)
 
 
 def lower_for(

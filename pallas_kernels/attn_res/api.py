@@ -13,6 +13,7 @@ from pallas_kernels.attn_res.backward_kernel import backward
 from pallas_kernels.attn_res.blocks import MAX_CANDIDATES, STATS, plan_for
 from pallas_kernels.attn_res.forward_kernel import forward
 from pallas_kernels.attn_res.reference import Count, Flag, attn_res_reference, attn_res_xla
+from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
 from pallas_kernels.common.platform import Implementation, best_of, kernel_call
 
 
@@ -200,6 +201,9 @@ def _check(bank, prefix, norm, proj, out_norm, num_live, use_prefix) -> None:
         )
     if bank.dtype != prefix.dtype:
         raise ValueError(f'attn_res: bank is {bank.dtype} and prefix {prefix.dtype}; cast one')
+    check_not_empty('attn_res', prefix=prefix)
+    check_floating('attn_res', prefix=prefix, norm=norm, proj=proj, out_norm=out_norm)
+    check_integer('attn_res', num_live=jnp.asarray(num_live))
     for name, vector in (('norm', norm), ('proj', proj), ('out_norm', out_norm)):
         if vector.shape != prefix.shape[-1:]:
             raise ValueError(

@@ -94,7 +94,8 @@ def plan_for(
     default = max(GROUP, 1 << max(fitting, 1).bit_length() - 1)
     if tile is None:
         shape = {'N': num, 'D': size}
-        tile = tiles_for('attn_res', pass_name, shape, str(dtype), {'tile': default})['tile']
+        name = jnp.dtype(dtype).name
+        tile = tiles_for('attn_res', pass_name, shape, name, {'tile': default})['tile']
     return Plan(rows, size, num, num_live, use_prefix, tile, eps)
 
 

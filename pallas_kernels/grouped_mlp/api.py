@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.checks import check_floating, check_integer
 from pallas_kernels.common.platform import Implementation, best_of, kernel_call
 from pallas_kernels.grouped_mlp import dense_kernels, mxfp4_kernels, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
@@ -56,6 +57,8 @@ def grouped_mlp(
         )
     check_experts('grouped_mlp', experts)
     check_implementation('grouped_mlp', implementation)
+    check_floating('grouped_mlp', x=x)
+    check_integer('grouped_mlp', group_sizes=group_sizes)
     if not isinstance(group_sizes, jax.core.Tracer):
         sizes = np.asarray(group_sizes)
         if sizes.min(initial=0) < 0 or sizes.sum() != x.shape[0]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.checks import check_floating, check_integer
 from pallas_kernels.common.platform import best_of, kernel_call
 from pallas_kernels.grouped_mlp import token_kernel, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
@@ -62,6 +63,8 @@ def token_mlp(
         )
     check_experts('token_mlp', experts)
     check_implementation('token_mlp', implementation)
+    check_floating('token_mlp', x=x, expert_weights=expert_weights)
+    check_integer('token_mlp', expert_ids=expert_ids)
     if not isinstance(expert_ids, jax.core.Tracer) and expert_ids.size:
         ids = np.asarray(expert_ids)
         if ids.min() < 0 or ids.max() >= num_experts:

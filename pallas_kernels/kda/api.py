@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
 from pallas_kernels.common.platform import Implementation, best_of
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.kda.chunked import chunked_kda
-from pallas_kernels.kda.gate import Gate, GateArrays, kda_gate
+from pallas_kernels.kda.gate import Gate, GateArrays, check_gate, kda_gate
 from pallas_kernels.kda.reference import l2_normalize, recurrent_kda
 from pallas_kernels.kda.tpu import tpu_kda, why_unsupported
+
+LOWEST_G = -1e30  # of the plain forms: e^g is 0 long before, and sums of g stay finite
 
 
 def _check_shapes(q, k, v, g, beta, initial_state, segment_ids) -> None:
@@ -23,6 +26,9 @@ def _check_shapes(q, k, v, g, beta, initial_state, segment_ids) -> None:
     batch, length, heads, width = q.shape
     if length == 0:
         raise ValueError(f'kda: q has shape {q.shape}, wanted at least one token (T >= 1)')
+    check_not_empty('kda', q=q, v=v)
+    check_floating('kda', q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    check_integer('kda', segment_ids=segment_ids)
     wanted = {
         'k': (k, (batch, length, heads, width)),
         'g': (g, (batch, length, heads, width)),
@@ -87,8 +93,10 @@ def kda(
     _check_shapes(q, k, v, g, beta, initial_state, segment_ids)
     if precision not in ('default', 'precise'):
         raise ValueError(f"kda: precision is {precision!r}, wanted 'default' or 'precise'")
-    _check_bound(None if gate is not None else g, g_lower_bound)
+    _check_bound(gate, g, segment_ids, g_lower_bound)
     check_runs('kda', segment_ids)
+    if gate is not None:
+        check_gate('kda', g, *gate)
     runs = None if segment_ids is None else runs_of(segment_ids)
     gate_arrays = None if gate is None else GateArrays(gate.A_log, gate.dt_bias)
     arrays = (q, k, v, g, beta, gate_arrays, initial_state, runs)
@@ -122,19 +130,24 @@ def kda(
             )
 
 
-def _check_bound(g, g_lower_bound) -> None:
-    """What can be told of values, where they are known."""
+def _check_bound(gate, g, segment_ids, g_lower_bound) -> None:
+    """What can be told of a promise about g, where values are known."""
     if g_lower_bound is None:
         return
-    if g_lower_bound >= 0:
+    if gate is not None:
+        raise ValueError('kda: g_lower_bound is for a ready-made g; the gate has its own bound')
+    if not g_lower_bound < 0:
         raise ValueError(f'kda: g_lower_bound is {g_lower_bound}, wanted a negative number or None')
-    if g is not None and not isinstance(g, jax.core.Tracer):
-        lowest = float(jnp.min(g))
-        if lowest < g_lower_bound:
-            raise ValueError(
-                f'kda: g goes down to {lowest}, below g_lower_bound {g_lower_bound}; '
-                'pass None for a gate without a bound'
-            )
+    known = not isinstance(g, jax.core.Tracer) and not isinstance(segment_ids, jax.core.Tracer)
+    if not known:
+        return
+    real = True if segment_ids is None else (jnp.asarray(segment_ids) > 0)[:, :, None, None]
+    lowest = float(jnp.min(g, where=real, initial=0.0))
+    if not lowest >= g_lower_bound:
+        raise ValueError(
+            f'kda: g goes down to {lowest}, below g_lower_bound {g_lower_bound}; '
+            'pass None for a gate without a bound'
+        )
 
 
 def _plain(
@@ -153,8 +166,14 @@ def _plain(
     precise: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """KDA in plain JAX, by chunks or token by token."""
+    if runs is not None:
+        # Before gate and norms, whose gradients whatever padding holds would reach.
+        real = runs.real[:, :, None]
+        q, k, v, g = (jnp.where(real[..., None], x, 0) for x in (q, k, v, g))
+        beta = jnp.where(real, beta, 0)
     if gate is not None:
         g = kda_gate(g, *gate, lower_bound)
+    g = jnp.maximum(g, LOWEST_G)
     if qk_l2norm:
         q = l2_normalize(q) * q.shape[-1] ** -0.5
         k = l2_normalize(k)

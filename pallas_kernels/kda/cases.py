@@ -80,7 +80,8 @@ def _case(
 
     def plan_of(tiles: Tiles | None) -> KernelPlan:
         most = heads_a_program(1, heads, WIDTH, WIDTH, MOST_HEADS[dtype, pass_name])
-        tiles = tiles or tiles_for('kda', pass_name, shape, dtype, {'heads': most})
+        key = {axis: size for axis, size in shape.items() if axis != 'T'}
+        tiles = tiles or tiles_for('kda', pass_name, key, dtype, {'heads': most})
         return KernelPlan(
             heads=tiles['heads'],
             key_width=WIDTH,

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
 from pallas_kernels.common.platform import best_of, kernel_call
 from pallas_kernels.common.tiles import tiles_for
 from pallas_kernels.kda.decode_kernel import WIDTH, decode_call, default_tiles, plan_decode
-from pallas_kernels.kda.gate import Gate, kda_gate
+from pallas_kernels.kda.gate import Gate, check_gate, kda_gate
 from pallas_kernels.kda.reference import kda_decode_step, l2_normalize
 
 Implementation = Literal['xla', 'pallas']
@@ -98,6 +99,7 @@ def kda_decode_fused(
     """
     _check('kda_decode_fused', tokens, pool, slots, window=False)
     _check_tails('kda_decode_fused', tokens, conv, tails, pool)
+    check_gate('kda_decode_fused', tokens.f, *gate)
     tokens = Projected(*(x[:, None] for x in tokens))
     o, pool, tails = _run(None, None, tokens, (conv, gate), pool, tails, slots, implementation)
     return o[:, 0], pool, tails
@@ -139,6 +141,8 @@ def kda_decode_window(
     _check(name, previous, pool, slots, window=True)
     _check(name, tokens, pool, slots, window=True)
     _check_tails(name, tokens, conv, tails, pool)
+    check_gate(name, tokens.f, *gate)
+    check_integer(name, accepted=accepted)
     if accepted.shape != slots.shape:
         raise ValueError(f'{name}: accepted has shape {accepted.shape}, wanted {slots.shape}')
     known, width = _known(accepted), previous.q.shape[1]
@@ -331,6 +335,9 @@ def _check(name: str, tokens: Projected, pool: jax.Array, slots: jax.Array, wind
                 f'{name}: {field} has shape {array.shape}, wanted {want} '
                 f'for slots {slots.shape} and pool {pool.shape}'
             )
+    check_not_empty(name, q=q, pool=pool)
+    check_floating(name, **tokens._asdict())
+    check_integer(name, slots=slots)
     if pool.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f'{name}: pool is {pool.dtype}, wanted float32')
     known = _known(slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.common.case import Case, Tiles, abstract
+from pallas_kernels.common.tiles import tiles_for
 from pallas_kernels.kda.decode_kernel import WIDTH, decode_call, default_tiles, plan_decode
 
 TAPS = 4  # K3 linear_attn_config.short_conv_kernel_size
@@ -20,10 +21,11 @@ def _case(form: str, name: str, heads: int, rows: int, *, is_static: bool = True
     taps = 0 if form == 'plain' else TAPS
     replayed, ahead = (WINDOW, WINDOW) if form == 'window' else (1, 0)
     dtype = 'float32' if form == 'plain' else 'bfloat16'
+    key = {'B': rows, 'H': heads, 'W': replayed}
 
     def build(tiles: Tiles | None):
         if tiles is None:
-            tiles = default_tiles(heads)
+            tiles = tiles_for('kda', 'decode', key, dtype, default_tiles(heads))
             if is_static and tiles['heads'] < heads:
                 tiles = {'heads': heads, 'buffers': 3}
         plan = plan_decode(

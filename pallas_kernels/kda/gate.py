@@ -27,6 +27,28 @@ class GateArrays(NamedTuple):
     dt_bias: jax.Array
 
 
+def check_gate(
+    name: str,
+    f: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    lower_bound: float | None,
+) -> None:
+    """Raises ValueError where the gate does not fit f [..., H, K], or has no negative bound."""
+    heads, width = f.shape[-2:]
+    if A_log.shape != (heads,):
+        raise ValueError(
+            f'{name}: A_log has shape {A_log.shape}, wanted ({heads},) for f {f.shape}'
+        )
+    if dt_bias.shape not in ((heads * width,), (heads, width)):
+        raise ValueError(
+            f'{name}: dt_bias has shape {dt_bias.shape}, '
+            f'wanted ({heads * width},) or ({heads}, {width}) for f {f.shape}'
+        )
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f'{name}: lower_bound is {lower_bound}, wanted a negative number or None')
+
+
 def kda_gate(
     f: jax.Array, A_log: jax.Array, dt_bias: jax.Array, lower_bound: float | None = -5.0
 ) -> jax.Array:
@@ -49,19 +71,7 @@ def kda_gate(
     Source: Kimi K3 `gate_lower_bound`; Kimi Linear (arXiv 2510.26692).
     """
     heads, width = f.shape[-2:]
-    if A_log.shape != (heads,):
-        raise ValueError(
-            f'kda_gate: A_log has shape {A_log.shape}, wanted ({heads},) for f {f.shape}'
-        )
-    if dt_bias.size != heads * width:
-        raise ValueError(
-            f'kda_gate: dt_bias has shape {dt_bias.shape}, '
-            f'wanted ({heads * width},) for f {f.shape}'
-        )
-    if lower_bound is not None and lower_bound >= 0:
-        raise ValueError(
-            f'kda_gate: lower_bound is {lower_bound}, wanted a negative number or None'
-        )
+    check_gate('kda_gate', f, A_log, dt_bias, lower_bound)
     wide = jnp.promote_types(f.dtype, jnp.float32)
     shifted = f.astype(wide) + dt_bias.astype(wide).reshape(heads, width)
     rate = jnp.exp(A_log.astype(wide))[:, None]

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
 from pallas_kernels.common.platform import Implementation, best_of, kernel_call
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.short_conv.backward_kernel import backward
@@ -78,9 +80,13 @@ def short_conv(
             f'short_conv: implementation is {implementation!r}, '
             "wanted 'reference', 'xla', 'pallas' or None"
         )
+    check_not_empty('short_conv', x=x)
+    check_floating('short_conv', x=x, weight=weight, tail=tail)
+    _check_segments(x, segment_ids)
     tail = tail.astype(x.dtype)
-    check_runs('short_conv', segment_ids)
     runs = None if segment_ids is None else runs_of(segment_ids)
+    if runs is not None:
+        x = jnp.where(runs.real[..., None], x, 0)
     numbers = () if runs is None else (runs.number,)
     missing = -width % LANES
     if implementation == 'pallas' and missing:
@@ -101,6 +107,22 @@ def short_conv(
     else:
         y = _short_conv(implementation == 'pallas', x, weight, tail, *numbers)
     return y, _new_tail(jnp.concatenate([tail, x], axis=1), runs, taps)
+
+
+def _check_segments(x: jax.Array, segment_ids: jax.Array | None) -> None:
+    if segment_ids is None:
+        return
+    check_integer('short_conv', segment_ids=segment_ids)
+    if segment_ids.shape != x.shape[:2]:
+        raise ValueError(
+            f'short_conv: segment_ids has shape {segment_ids.shape}, wanted {x.shape[:2]}'
+        )
+    check_runs('short_conv', segment_ids)
+    if isinstance(segment_ids, jax.core.Tracer):
+        return
+    real = np.asarray(segment_ids) > 0
+    if (real[:, 1:] & ~real[:, :-1]).any():
+        raise ValueError('short_conv: segment_ids have padding before a token, wanted it behind')
 
 
 def _unsupported(x: jax.Array, taps: int) -> str | None:

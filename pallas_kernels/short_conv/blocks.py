@@ -72,7 +72,9 @@ def plan_for(
     batch, length, width = shape
     if tiles is None:
         default = {'rows': 512, 'lanes': 2048, 'step': 4}
-        tiles = tiles_for('short_conv', pass_name, {'T': length, 'P': width}, str(dtype), default)
+        tiles = tiles_for(
+            'short_conv', pass_name, {'T': length, 'P': width}, jnp.dtype(dtype).name, default
+        )
     # Two cores share the programs of all rows and channels; a row's tokens are a sequence.
     blocks = width // LANES
     fitting = [n for n in range(1, blocks + 1) if blocks % n == 0 and n * LANES <= tiles['lanes']]

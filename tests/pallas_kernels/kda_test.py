@@ -153,7 +153,7 @@ class TestAgainstFloat64:
         ids = packed_ids()
         clean = compiled(implementation)(inputs, ids, cotangents)
         for name in ('q', 'k', 'v', 'g', 'beta'):
-            inputs[name][ids == 0] = -1e30 if name == 'g' else 1e30
+            inputs[name][ids == 0] = np.nan
         dirty = compiled(implementation)(inputs, ids, cotangents)
         for name in clean:
             np.testing.assert_array_equal(clean[name], dirty[name])
@@ -444,6 +444,72 @@ def test_segment_ids_that_are_no_runs_are_an_error_where_they_are_known(ids, mes
     inputs, _ = random_inputs((1, 4, 1, 4, 4))
     with pytest.raises(ValueError, match=message):
         kda(**inputs, segment_ids=np.array([ids], np.int32))
+
+
+@pytest.mark.parametrize('implementation', PLAIN)
+def test_padding_may_hold_anything_before_gate_and_norm(implementation):
+    a = {name: x.astype(np.float32) for name, x in raw_arguments().items()}
+    ids = np.array([[1] * 6 + [0] * 4], np.int32)
+
+    @jax.jit
+    def grads(a):
+        def loss(a):
+            gate = Gate(a['A_log'], a['dt_bias'])
+            rest = {n: a[n] for n in ('q', 'k', 'v', 'g', 'beta')}
+            options = {'gate': gate, 'qk_l2norm': True, 'implementation': implementation}
+            return jnp.sum(jnp.sin(kda(**rest, segment_ids=ids, **options)[0]))
+
+        return jax.grad(loss)(a)
+
+    clean = grads(a)
+    for name in ('q', 'k', 'v', 'g', 'beta'):
+        a[name][ids == 0] = np.nan
+    dirty = grads(a)
+    for name in clean:
+        np.testing.assert_array_equal(clean[name], dirty[name])
+
+
+@pytest.mark.parametrize('implementation', PLAIN)
+def test_an_infinite_decay_forgets_and_stays_finite(implementation):
+    inputs, _ = random_inputs((1, 6, 1, 8, 6))
+    inputs['g'][:, 2] = -np.inf
+    o, state = kda(**inputs, implementation=implementation)
+    fresh = {n: x[:, 2:] for n, x in inputs.items() if n != 'initial_state'}
+    want_o, want_state = kda(**fresh, implementation='reference')
+    np.testing.assert_allclose(o[:, 2:], want_o, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state, want_state, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['q', 'k', 'v', 'g', 'beta', 'initial_state'])
+def test_integers_are_refused(name):
+    inputs, _ = random_inputs((1, 4, 1, 4, 4))
+    inputs[name] = np.ones(inputs[name].shape, np.int32)
+    with pytest.raises(ValueError, match=f'kda: {name} is int32, wanted a floating-point dtype'):
+        kda(**inputs)
+
+
+@pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ('A_log', 'dt_bias', 'lower_bound', 'message'),
+    [
+        ((3,), (8,), -5.0, r'kda: A_log has shape \(3,\)'),
+        ((2,), (4, 2), -5.0, r'kda: dt_bias has shape \(4, 2\), wanted \(8,\) or \(2, 4\)'),
+        ((2,), (8,), 0.0, 'kda: lower_bound is 0.0'),
+    ],
+)
+def test_a_wrong_gate_is_an_error_in_every_form(
+    implementation, A_log, dt_bias, lower_bound, message
+):
+    inputs, _ = random_inputs((1, 4, 2, 4, 4))
+    gate = Gate(jnp.zeros(A_log), jnp.zeros(dt_bias), lower_bound)
+    with pytest.raises(ValueError, match=message):
+        kda(**inputs, gate=gate, implementation=implementation)
+
+
+def test_a_gate_has_its_own_bound():
+    inputs, _ = random_inputs((1, 4, 1, 4, 4))
+    with pytest.raises(ValueError, match='g_lower_bound is for a ready-made g'):
+        kda(**inputs, gate=Gate(jnp.zeros(1), jnp.zeros(4)), g_lower_bound=-5.0)
 
 
 def test_padding_inside_a_document_does_not_end_it():

@@ -280,6 +280,31 @@ def test_kernels_do_not_race_or_leave_their_blocks(packed):
     assert_close(dict(enumerate(got)), dict(enumerate(want)), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ('ids', 'message'),
+    [
+        (np.ones((1, 12), np.int32), 'segment_ids has shape'),
+        (np.array([[0] + [1] * 11] * 2, np.int32), 'padding before a token'),
+        (np.ones((2, 12), np.float32), 'segment_ids is float32, wanted integers'),
+    ],
+)
+def test_segment_ids_that_do_not_fit(ids, message):
+    x, weight, tail = random_arguments()
+    with pytest.raises(ValueError, match=message):
+        call(x, weight, tail, ids)
+
+
+def test_padding_may_hold_anything():
+    x, weight, tail = random_arguments()
+    ids = np.array([[1] * 9 + [0] * 3, [1] * 12], np.int32)
+    clean = call(x, weight, tail, ids)
+    dirty = call(np.where(ids[..., None] > 0, x, np.nan).astype(x.dtype), weight, tail, ids)
+    for got, want in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(np.isfinite(got), True)
+        np.testing.assert_array_equal(got[1], want[1])
+    np.testing.assert_array_equal(dirty[0][0, :9], clean[0][0, :9])
+
+
 def test_what_the_kernel_does_not_take():
     x, weight = jnp.ones((1, 4, 128)), jnp.ones((128, 3))
     with pytest.raises(NotImplementedError, match='takes 4 taps, got 3'):

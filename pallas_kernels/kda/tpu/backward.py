@@ -25,7 +25,7 @@ from pallas_kernels.kda.tpu.plan import (
     read_runs,
     row,
 )
-from pallas_kernels.kda.tpu.scores import FactorGrads, row_tiles
+from pallas_kernels.kda.tpu.scores import CUT, FactorGrads, row_tiles
 from pallas_kernels.kda.tpu.words import CHUNK, dot, masked_words, matrix, pack, stack
 
 TILE = 16  # rows of the dense score tiles; see scores.py
@@ -135,7 +135,7 @@ def backward_kernel(plan: KernelPlan, names: list[str], *refs) -> None:
         )
         scores = d_scores[h] * beta
         low, own_a = (
-            masked_words([half[tile] for tile in row_tiles(32)], masks[name], dtype)
+            masked_words([half[tile] for tile in row_tiles(CUT)], masks[name], dtype)
             for half, name in ((scores[:CHUNK], 'strict'), (scores[CHUNK:], 'causal'))
         )
         grads = FactorGrads(low, own_a, d_read, d_k_out, d_total)

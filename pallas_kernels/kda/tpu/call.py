@@ -22,7 +22,8 @@ from pallas_kernels.kda.tpu.plan import KernelPlan
 from pallas_kernels.kda.tpu.words import CHUNK, constant_words
 
 LANES = 128
-VMEM_LIMIT = 96 * 2**20
+VMEM_LIMIT = 64 * 2**20  # what a v5p core allows
+SMALLEST_BETA = 2.0**-60  # the backward pass divides by beta; below this beta's effect rounds away
 MAX_WIDTH = 256  # of K and V
 # Heads a program at K = V = 128; more gain nothing, or do not fit in VMEM.
 MOST_HEADS = {
@@ -56,7 +57,7 @@ def _constants(plan: KernelPlan) -> dict[str, np.ndarray]:
 
 
 def _beta_rows(beta: jax.Array, heads: int) -> jax.Array:
-    """[B, T, H] -> [B, H / heads, N, heads, C] float32, never quite 0."""
+    """[B, T, H] -> [B, H / heads, N, heads, C] float32, at least SMALLEST_BETA."""
     batch, length, num_heads = beta.shape
     beta = jnp.pad(beta.astype(jnp.float32), ((0, 0), (0, -length % CHUNK), (0, 0)))
     beta = jnp.maximum(beta, SMALLEST_BETA)
@@ -69,9 +70,6 @@ def _beta_of_rows(rows: jax.Array, length: int) -> jax.Array:
     batch, programs, _, heads, _ = rows.shape
     beta = jnp.transpose(rows, (0, 2, 4, 1, 3)).reshape(batch, -1, programs * heads)
     return beta[:, :length]
-
-
-SMALLEST_BETA = 2.0**-60  # the backward pass divides by beta; below this beta's effect rounds away
 
 
 class _Layout:
@@ -271,7 +269,8 @@ def _kda_backward(plans, kept, cotangents):
         if plan.gate == 'bounded':
             rows = rows.at[0].set(nonlinear)
         else:
-            rows = rows.at[2].set(nonlinear / kept['gate'][2])
+            scale = kept['gate'][2]
+            rows = rows.at[2].set(nonlinear / jnp.where(scale == 0, 1.0, scale))
         grads['gate'] = rows
     if plan.packed:
         grads['runs'] = None
@@ -380,7 +379,8 @@ def tpu_kda(
     if gate is None:
         g = g.astype(jnp.float32)
     arrays = {'q': flat(q, key), 'k': flat(k, key), 'v': flat(v, value), 'g': flat(g, key)}
-    arrays['beta'] = beta
+    # 0 on padding, as everything that the kernel reads; there it clears only what is wide.
+    arrays['beta'] = beta if runs is None else jnp.where(runs.real[..., None], beta, 0)
     if gate is not None:
         arrays['gate'] = _gate_rows(gate, kind == 'bounded', heads, width, key)
     if plans.alone.packed:

@@ -28,11 +28,18 @@ from pallas_kernels.kda.tpu.words import CHUNK, dot, high_half, masked_words, ma
 TILE = {'bfloat16': 32, 'float32': 16}  # rows of the dense score tiles; see scores.py
 
 
+class Parts(NamedTuple):
+    """Words of an operand and, in the precise plan, of what rounding took from it."""
+
+    words: jax.Array
+    rest: jax.Array | None
+
+
 class _Intra(NamedTuple):
     """What a head's chunk knows without the state.
 
-    negated: words [C, C], -L Diag(beta). reads: words [2 C, K], K_in over Q_in. a: A Diag(beta),
-    float32 row tiles. k_out: float32 [C, K]. total: [1, K] float32.
+    negated: words [C, C], -L Diag(beta). reads: words [2 C, K], K_in over Q_in. a: A
+    Diag(beta), masked. k_out: float32 [C, K]. total: [1, K] float32.
     """
 
     negated: jax.Array
@@ -40,13 +47,6 @@ class _Intra(NamedTuple):
     a: Parts
     k_out: jax.Array
     total: jax.Array
-
-
-class Parts(NamedTuple):
-    """Words of an operand and, in the precise plan, of what rounding took from it."""
-
-    words: jax.Array
-    rest: jax.Array | None
 
 
 def _intra(

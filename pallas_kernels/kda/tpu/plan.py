@@ -84,7 +84,7 @@ class HeadChunk(NamedTuple):
     q: jax.Array
     k: jax.Array
     g: jax.Array
-    f: jax.Array | None
+    f: jax.Array
     norm: Norm | None
 
 

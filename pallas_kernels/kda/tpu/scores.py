@@ -38,8 +38,6 @@ from pallas_kernels.kda.tpu.words import (
     stack,
 )
 
-LEVELS = CHUNK.bit_length() - 1
-
 Masks = dict[str, jax.Array]
 Rows = list[jax.Array]  # a matrix, by row tiles
 
@@ -241,7 +239,7 @@ def _exact_factors(
     )
 
 
-_CUT = 32  # rows of the pieces in which scores are handed on
+CUT = 32  # rows of the pieces in which scores are handed on
 _WHOLE = 16  # rows of a register of bfloat16: smaller blocks are not cut out
 
 
@@ -272,7 +270,7 @@ def _exact_scores(own: _Levels, masks: Masks, dtype: jnp.dtype) -> tuple[Rows, R
         half, here = product.shape[0] // 2, masks[f'level_{level}_bits']
         low += keep(_spread_rows(product[:half], level), here)
         a += keep(_spread_rows(product[half:], level), here)
-    return [low[tile] for tile in row_tiles(_CUT)], [a[tile] for tile in row_tiles(_CUT)]
+    return [low[tile] for tile in row_tiles(CUT)], [a[tile] for tile in row_tiles(CUT)]
 
 
 def _exact_a(own: _Levels, masks: Masks, dtype: jnp.dtype) -> Rows:
@@ -282,7 +280,7 @@ def _exact_a(own: _Levels, masks: Masks, dtype: jnp.dtype) -> Rows:
         q = _right_rows(q, level, dtype)
         product = dot(matrix(q, dtype), matrix(k, dtype), (1, 1))
         a += keep(_spread_rows(product, level), masks[f'level_{level}_bits'])
-    return [a[tile] for tile in row_tiles(_CUT)]
+    return [a[tile] for tile in row_tiles(CUT)]
 
 
 def _exact_backward(
