@@ -31,7 +31,6 @@ DOCUMENTS = {
     'packed': [[1] * 5 + [2] * 11 + [3] * 8, [1] * 20 + [0] * 4],
     'one token each': [list(range(1, 25))] * 2,
     'padding at both ends and inside': [[0] * 6 + [1] * 7 + [0] * 3 + [2] * 8, [0] * 24],
-    'an id comes back': [[1] * 9 + [2] * 6 + [1] * 9, [3] * 24],
 }
 
 
@@ -109,6 +108,15 @@ def test_outputs_and_gradients_equal_float64_whatever_the_block(monkeypatch, doc
         assert max(np.abs(got.pop(n)).max() for n in 'qk') < 1e-14
         assert not any(np.any(want.pop(n)) for n in 'qk')
     assert_close(got, want, 1e-12)
+
+
+def test_a_known_id_that_comes_back_is_an_error_and_a_traced_one_starts_a_document():
+    q, k, v = (jnp.ones((1, 6, 1, 8)), jnp.ones((1, 6, 1, 8)), jnp.arange(6.0).reshape(1, 6, 1, 1))
+    ids = np.array([[1, 1, 2, 2, 1, 1]], np.int32)
+    with pytest.raises(ValueError, match='1 comes back after another document'):
+        causal_attention(q, k, v, ids)
+    o = jax.jit(causal_attention)(q, k, v, ids)
+    np.testing.assert_allclose(o.ravel(), [0, 0.5, 2, 2.5, 4, 4.5], rtol=1e-6)
 
 
 def test_long_inputs_take_larger_blocks(monkeypatch):
