@@ -26,14 +26,12 @@ CHOSEN = [
     'attn_res/k3_8_snapshots_1024_tokens/forward',
     'kda/k3_24_heads_1024_bounded_gate/backward',
     'kda/k3_24_heads_1024_bounded_gate/forward',
-    'kda/k3_6_heads_131072_given_g/backward',
     'kda/k3_6_heads_1_given_g/forward',
     'kda/kimi_linear_32_heads_8192_given_g_saving/forward',
     'mla/24_heads_8_sequences_8192_page_64/decode',
     'mla/k3_24_heads_1024/backward',
     'mla/k3_24_heads_1024/forward',
     'short_conv/k3_24_heads_8192_tokens_packed/backward',
-    'grouped_mlp/k3_14_experts_1024_tokens_each_traced/forward',
 ]
 
 
