@@ -81,9 +81,7 @@ def _compile_in_child(
         return subprocess.CompletedProcess(command, 1, '', f'more than {_TIMEOUT_S} s')
 
 
-def measure(
-    case: Case, topology: str, tiles: Tiles | None = None, *, simulate: bool = True
-) -> Figures:
+def measure(case: Case, topology: str, tiles: Tiles | None = None) -> Figures:
     """Compiles and simulates a case; tiles None: the stored or default ones.
 
     Raises:
@@ -97,7 +95,7 @@ def measure(
             lines = child.stderr.strip().splitlines() or [f'exit status {child.returncode}']
             raise CompileError(f'{case.key} for {topology}: {lines[-1]}')
         hlo = (folder / _HLO).read_text()
-        for operation in custom_calls(hlo) if simulate else ():
+        for operation in custom_calls(hlo):
             _compile_in_child(case, tiles, topology, folder, operation)
         found = kernels(hlo, folder)
     if not found:
