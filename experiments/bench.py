@@ -25,8 +25,8 @@ from k3jax.convert.to_safetensors import export_params
 from k3jax.flags import config_from_file, run_main
 from k3jax.model.cache import init_cache
 from k3jax.model.kimi import Kimi, decode, init_params, prefill
-from k3jax.model.layer import Run
 from k3jax.model.plan import unstack_params
+from k3jax.model.run import Run
 from k3jax.serve.load import Loaded, open_model
 from k3jax.train.optim import leaf_labels, make_optimizer
 from k3jax.train.profile import op_scopes, time_by_scope

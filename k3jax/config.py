@@ -10,6 +10,9 @@ ExpertsFormat = Literal['bf16', 'mxfp4']
 Dtype = Literal['float32', 'bfloat16']
 Remat = Literal['none', 'layer']
 Family = Literal['kimi_k3', 'kimi_linear']
+ExpertParallel = Literal['moon', 'plain']
+# Values inside a layer that a run may keep, or send to the host, where it recomputes the others.
+ACTIVATIONS = ('layer_input', 'mixer_input', 'mixer_output', 'ffn_input', 'ffn_output')
 
 
 class ConfigError(ValueError):
@@ -216,6 +219,38 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many chips share each axis of the work; the product is the number of chips."""
+
+    data: int = -1  # rows of a batch; -1: all chips that the other axes leave
+    expert: int = 1  # rows of a batch too, and each chip is home to its share of the experts
+    sequence: int = 1  # tokens of a row
+    tensor: int = 1  # heads and inner widths; serving only
+    slices: int = 1  # of `data`: groups of chips joined by the data centre's network
+    whole_below: int = 1 << 18  # parameters with fewer elements are whole on every chip
+    expert_parallel: ExpertParallel = 'moon'  # balanced by replicas; or 'plain', at home only
+
+    def __post_init__(self) -> None:
+        _require(
+            self.data > 0 or self.data == -1, 'mesh.data', self.data, 'above 0, or -1 for the rest'
+        )
+        _positive(
+            'mesh',
+            expert=self.expert,
+            sequence=self.sequence,
+            tensor=self.tensor,
+            slices=self.slices,
+        )
+        _not_negative('mesh', whole_below=self.whole_below)
+        _require(
+            self.expert_parallel in ('moon', 'plain'),
+            'mesh.expert_parallel',
+            self.expert_parallel,
+            "'moon' or 'plain'",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay."""
 
@@ -255,6 +290,7 @@ class DataConfig:
     tokenizer: str = 'bytes'  # or a folder with tiktoken.model
     sequence_length: int = 512
     batch_size: int = 8  # sequences a step, over all processes and accumulation steps
+    num_streams: int = 1  # the documents are dealt out to; processes read different ones
     held_out_every: int = 20  # every n-th document is held out
     max_document_bytes: int = 1 << 20  # longer documents are cut into pieces of this size
     shuffle_seed: int = 0
@@ -265,8 +301,15 @@ class DataConfig:
             'data',
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
+            num_streams=self.num_streams,
             max_document_bytes=self.max_document_bytes,
             shuffle_rows=self.shuffle_rows,
+        )
+        _require(
+            self.batch_size % self.num_streams == 0,
+            'data.batch_size',
+            self.batch_size,
+            f'a multiple of data.num_streams ({self.num_streams})',
         )
         _require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
         _seed('data.shuffle_seed', self.shuffle_seed)
@@ -280,7 +323,9 @@ class TrainConfig:
     grad_accum_steps: int = 1
     seed: int = 0
     dtype: Dtype = 'bfloat16'  # of matmul operands and the residual stream; masters are float32
-    remat: Remat = 'layer'
+    remat: Remat = 'layer'  # 'layer': the backward pass recomputes each layer from its input
+    keep: tuple[str, ...] = ()  # with 'layer': of ACTIVATIONS, kept instead of recomputed
+    offload: tuple[str, ...] = ()  # with 'layer': of ACTIVATIONS, kept in the host's memory
     scan_layers: bool = True
     log_every: int = 10
     eval_every: int = 0  # steps; 0: not during training
@@ -315,6 +360,19 @@ class TrainConfig:
             "'float32' or 'bfloat16'",
         )
         _require(self.remat in ('none', 'layer'), 'train.remat', self.remat, "'none' or 'layer'")
+        for field in ('keep', 'offload'):
+            for name in getattr(self, field):
+                known = f'one of {", ".join(ACTIVATIONS)}'
+                _require(name in ACTIVATIONS, f'train.{field}', name, known)
+        both = sorted(set(self.keep) & set(self.offload))
+        _require(not both, 'train.keep and train.offload', both, 'no name in both')
+        named = self.keep + self.offload
+        _require(
+            self.remat == 'layer' or not named,
+            'train.keep and train.offload',
+            named,
+            "none, or train.remat='layer': without it nothing is recomputed",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,6 +383,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self) -> None:
         _require(

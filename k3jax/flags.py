@@ -25,11 +25,14 @@ _CONFIG, _SET, _WORKDIR = 'config', 'set', 'workdir'
 _DEBUG = flags.DEFINE_bool('debug', False, 'Show the traceback of an error.')
 
 
-def define_config_flags(*, config: str | None = None, workdir: str | None = None) -> None:
+def define_config_flags(
+    *, config: str | None = None, workdir: str | None = None, has_workdir: bool = True
+) -> None:
     """Registers --config, --set and --workdir, with defaults; for scripts that start from a config.
 
     Args:
       config, workdir: defaults; without one the flag must be given.
+      has_workdir: false for a script that writes no folder of results.
     """
     flags.DEFINE_string(
         _CONFIG,
@@ -40,9 +43,10 @@ def define_config_flags(*, config: str | None = None, workdir: str | None = None
     flags.DEFINE_multi_string(
         _SET, [], 'path=value that changes the config, such as data.batch_size=16; may be repeated.'
     )
-    flags.DEFINE_string(
-        _WORKDIR, workdir, 'Folder for all results, local or gs://.', required=not workdir
-    )
+    if has_workdir:
+        flags.DEFINE_string(
+            _WORKDIR, workdir, 'Folder for all results, local or gs://.', required=not workdir
+        )
 
 
 def load_config() -> config_lib.Config:

@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def pytest_configure(config) -> None:
+    jax.config.update('jax_num_cpu_devices', 8)  # meshes; what has none runs on the first
     jax.config.update('jax_compilation_cache_dir', str(ROOT / '.jax_cache'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)
     # A cache entry that another worker is just writing: the program is compiled again.

@@ -20,13 +20,13 @@ import numpy as np
 from k3jax.convert.converted import load_params, read_conversion
 from k3jax.model.cache import init_cache
 from k3jax.model.kimi import Kimi, decode, forward
-from k3jax.model.layer import Run
 from k3jax.model.plan import stack_params
+from k3jax.model.run import Run
 
 
 def main(converted: str, tokens_file: str, output: str) -> None:
     config = read_conversion(converted).model_config
-    model = Kimi(config, Run(jnp.dtype('float64')), scan_layers=False)
+    model = Kimi(config, Run(jnp.dtype('float64'), implementation='xla'), scan_layers=False)
     params = stack_params(load_params(converted), model.plan, np.stack)
     params = jax.tree.map(lambda a: a if a.dtype == np.uint8 else np.asarray(a, np.float64), params)
     tokens = np.array(json.loads(pathlib.Path(tokens_file).read_text()), np.int32)

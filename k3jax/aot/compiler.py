@@ -32,7 +32,7 @@ def has_libtpu() -> bool:
 
 
 def prepare_environment() -> None:
-    """Sets what libtpu needs; to be called before the first `mesh_of`.
+    """Sets what libtpu needs; to be called before libtpu is loaded.
 
     Raises:
       ModuleNotFoundError: libtpu is not installed.
@@ -43,18 +43,27 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def devices_of(topology: str) -> list[jax.Device]:
+    """The chips of a topology that is not there.
+
+    Raises:
+      ValueError: libtpu knows no such topology.
+    """
+    prepare_environment()
+    try:
+        return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f'libtpu knows no topology {topology!r}; v5p:2x2x1 is one') from error
+
+
 def mesh_of(topology: str, **axes: int) -> Mesh:
     """A mesh over the first devices of a topology that is not there; one device without axes.
 
     Raises:
       ValueError: libtpu knows no such topology, or it has too few devices.
     """
-    prepare_environment()
     axes = axes or {'x': 1}
-    try:
-        devices = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f'libtpu knows no topology {topology!r}; v5p:2x2x1 is one') from error
+    devices = devices_of(topology)
     count = int(np.prod(list(axes.values())))
     if count > len(devices):
         raise ValueError(f'{topology} has {len(devices)} devices, the mesh {axes} wants {count}')

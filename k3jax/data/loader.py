@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import grain
@@ -21,72 +21,95 @@ _HELD_OUT_SHUFFLE_SEED = 0
 
 
 class TrainIterator(Iterator[Batch]):
-    """Endless batches whose position can be saved and restored exactly."""
+    """Endless batches whose position can be saved and restored exactly.
 
-    def __init__(self, dataset: grain.IterDataset, identity: dict[str, int | str]):
-        self._iterator = iter(dataset)
+    streams: stream number -> its dataset; a batch holds the rows of each, in order of the numbers.
+    """
+
+    def __init__(self, streams: Mapping[int, grain.IterDataset], identity: dict[str, int | str]):
+        self._iterators = {number: iter(dataset) for number, dataset in streams.items()}
         self._identity = identity
 
     def __next__(self) -> Batch:
-        return next(self._iterator)
+        parts = [next(iterator) for iterator in self._iterators.values()]
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch given out; may be stored as JSON."""
-        return {'data': dict(self._identity), 'position': self._iterator.get_state()}
+        """The position after the last batch given out; may be stored as JSON.
+
+        `positions` holds those of this iterator's streams; states of iterators over other streams
+        of the same data may be joined into one.
+        """
+        positions = {str(n): iterator.get_state() for n, iterator in self._iterators.items()}
+        return {'data': dict(self._identity), 'positions': positions}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on after the batch at which `state` was taken.
 
         Raises:
-          ValueError: `state` belongs to other data, cut or shuffled in another way, or to another
-            number of processes, so that its position means nothing here.
+          ValueError: `state` belongs to other data, cut or shuffled in another way, or lacks a
+            stream, so that its position means nothing here.
         """
-        saved = state['data']
+        saved, positions = state['data'], state.get('positions', {})
         for name, here in self._identity.items():
             if saved.get(name) != here:
                 raise ValueError(
                     f'data position: saved with {name} {saved.get(name)!r}, but here it is '
                     f'{here!r}; resume with the data it was saved with, or start a new workdir'
                 )
-        self._iterator.set_state(pack.state_from_json(state['position']))
+        for number, iterator in self._iterators.items():
+            if str(number) not in positions:
+                raise ValueError(
+                    f'data position: stream {number} is missing, found {sorted(positions)}; was '
+                    'it saved by all processes?'
+                )
+            iterator.set_state(pack.state_from_json(positions[str(number)]))
 
 
 def train_iterator(
     config: config_lib.DataConfig,
     tokenizer: tokenizer_lib.Tokenizer,
     *,
-    process_index: int = 0,
-    process_count: int = 1,
+    streams: Iterable[int] | None = None,
 ) -> TrainIterator:
-    """Endless training batches of this process, documents reshuffled every epoch.
+    """Endless training batches, documents reshuffled every epoch.
+
+    The documents are dealt out to `num_streams` streams, each packed into rows on its own. What a
+    batch holds hence does not depend on which process reads which stream.
 
     Args:
       config: what to read and how to batch it.
       tokenizer: each document is its tokens followed by `eos_id`.
-      process_index, process_count: each process reads its own documents.
+      streams: numbers of those to read here, of 0..num_streams - 1; None: all.
 
     Returns:
-      An iterator over `pack.as_batch` batches with B = batch_size / process_count.
+      An iterator over `pack.as_batch` batches with batch_size / num_streams rows a stream.
 
     Raises:
-      ValueError: the batch or the documents cannot be shared out, or the source is unusable.
+      ValueError: there are fewer documents than streams, or the source is unusable.
     """
-    rows = _rows_per_process(config, process_count)
     documents = sources.open_documents(config, 'train')
-    if len(documents) < process_count:
+    if len(documents) < config.num_streams:
         raise ValueError(
             f'data.source: got {len(documents)} training documents, wanted at least one for each '
-            f'of {process_count} processes; lower data.max_document_bytes to cut them in pieces'
+            f'of {config.num_streams} streams (data.num_streams); lower data.max_document_bytes to '
+            'cut them in pieces'
         )
-    dataset = grain.MapDataset.source(documents)[process_index::process_count]
-    dataset = dataset.shuffle(seed=config.shuffle_seed).repeat()
-    dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
-    dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
-    # A long document fills many rows in a row; without this a batch would be of one document.
-    dataset = grain.experimental.WindowShuffleIterDataset(
-        dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed
-    )
-    dataset = dataset.batch(rows, drop_remainder=True).map(pack.as_batch)
+
+    def stream(number: int) -> grain.IterDataset:
+        dataset = grain.MapDataset.source(documents)[number :: config.num_streams]
+        dataset = dataset.shuffle(seed=config.shuffle_seed).repeat()
+        dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
+        dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
+        # A long document fills many rows in a row; without this a batch would be of one document.
+        dataset = grain.experimental.WindowShuffleIterDataset(
+            dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed
+        )
+        rows = config.batch_size // config.num_streams
+        return dataset.batch(rows, drop_remainder=True).map(pack.as_batch)
+
     identity = {
         'source': config.source,
         'num_documents': len(documents),
@@ -97,50 +120,36 @@ def train_iterator(
         'max_document_bytes': config.max_document_bytes,
         'shuffle_seed': config.shuffle_seed,
         'shuffle_rows': config.shuffle_rows,
-        'process_count': process_count,
-        'process_index': process_index,
+        'num_streams': config.num_streams,
     }
-    return TrainIterator(dataset, identity)
+    numbers = range(config.num_streams) if streams is None else streams
+    return TrainIterator({number: stream(number) for number in numbers}, identity)
 
 
 def held_out_batches(
     config: config_lib.DataConfig,
     tokenizer: tokenizer_lib.Tokenizer,
     max_batches: int | None = None,
-    *,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Batches of the held-out documents, the same on every call.
+    """Batches of the held-out documents, the same on every call and in every process.
 
     Documents come in a fixed random order, so that the first `max_batches` are not all from one
-    corner of the source. Every process gets its share of each batch and hence equally many; the
-    last batch is filled up with padding.
+    corner of the source. The last batch is filled up with padding.
 
     Args:
       config: what to read and how to batch it.
       tokenizer: each document is its tokens followed by `eos_id`.
       max_batches: at most; None: all there are.
-      process_index, process_count: this process gets rows of its own, B = batch_size /
-        process_count.
 
     Raises:
-      ValueError: the batch cannot be shared out, or the source is unusable.
+      ValueError: the source is unusable.
     """
-    rows = _rows_per_process(config, process_count)
-    mine = slice(process_index * rows, (process_index + 1) * rows)
     documents = sources.open_documents(config, 'held_out')
     dataset = grain.MapDataset.source(documents).shuffle(seed=_HELD_OUT_SHUFFLE_SEED)
     dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
     dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
     dataset = dataset.batch(config.batch_size).map(pack.as_batch)
-
-    def batches() -> Iterator[Batch]:
-        for batch in itertools.islice(dataset, max_batches):
-            batch = _fill_up(batch, config.batch_size)
-            yield {name: array[mine] for name, array in batch.items()}
-
-    return batches()
+    return (_fill_up(batch, config.batch_size) for batch in itertools.islice(dataset, max_batches))
 
 
 def document_tokens(
@@ -165,12 +174,3 @@ def _fill_up(batch: Batch, rows: int) -> Batch:
         name: np.pad(array, ((0, missing), (0, 0)), constant_values=fill[name])
         for name, array in batch.items()
     }
-
-
-def _rows_per_process(config: config_lib.DataConfig, process_count: int) -> int:
-    if config.batch_size % process_count:
-        raise ValueError(
-            f'data.batch_size: got {config.batch_size}, wanted a multiple of the {process_count} '
-            'processes'
-        )
-    return config.batch_size // process_count

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from k3jax.config import ModelConfig
 from k3jax.model.plan import Plan, stacks
+from k3jax.parallel.shard import Parallel
 
 
 class KDACache(NamedTuple):
@@ -48,6 +50,26 @@ def _layer_cache(
     # Distinct buffers: the cache is donated at every step.
     tails = (jnp.zeros(rows, dtype) for _ in range(3))
     return KDACache(jnp.zeros(state, jnp.promote_types(dtype, jnp.float32)), *tails)
+
+
+def cache_specs(config: ModelConfig, plan: Plan, parallel: Parallel) -> Cache:
+    """How the mesh cuts a cache: a `Cache` of PartitionSpec. Rows, KDA heads, MLA tokens."""
+    rows, tokens = parallel.rules.rows or None, parallel.rules.tokens or None
+    heads = parallel.cut_of('kda_heads') or None
+    layers: dict[str, Any] = {}
+    for stack in stacks(plan):
+        node = layers
+        for name in stack.path[:-1]:
+            node = node.setdefault(name, {})
+        lead = [None] * stack.layers.ndim
+        if config.is_kda(int(stack.layers.flat[0])):
+            tail = PartitionSpec(*lead, rows, None, heads)
+            specs = KDACache(PartitionSpec(*lead, rows, heads, None, None), tail, tail, tail)
+        else:
+            latent = PartitionSpec(*lead, rows, tokens, None)
+            specs = MLACache(latent, latent)
+        node[stack.path[-1]] = specs
+    return Cache(PartitionSpec(rows), layers)
 
 
 def init_cache(config: ModelConfig, plan: Plan, batch: int, size: int, dtype: jnp.dtype) -> Cache:

@@ -11,7 +11,9 @@ from jax import lax
 from k3jax.config import ModelConfig
 from k3jax.model.cache import KDACache
 from k3jax.model.norms import project
-from pallas_kernels.common.platform import Implementation
+from k3jax.model.run import Run
+from k3jax.parallel.kda_cp import sequence_kda
+from k3jax.parallel.sequence import Row, from_last, tokens_before
 from pallas_kernels.kda import Gate, kda, kda_decode_step, kda_gate, l2_normalize
 from pallas_kernels.short_conv import short_conv
 
@@ -37,7 +39,8 @@ def kda_mixer(
     *,
     segment_ids: jax.Array | None,
     cache: KDACache | None,
-    implementation: Implementation | None = None,
+    run: Run,
+    row: Row | None = None,
 ) -> tuple[jax.Array, KDACache | None]:
     """One KDA layer's attention output.
 
@@ -45,7 +48,8 @@ def kda_mixer(
       x: [B, T, D], normalised.
       segment_ids: [B, T] or None, 0 = padding.
       cache: what came before, or None; with T = 1 and no segment ids, one recurrent step.
-      implementation: of the kernels; None for the best.
+      run: how the model runs; on a mesh that cuts heads, params hold this chip's.
+      row: where chips share the tokens of a row, what is known of all of it.
 
     Returns:
       [B, T, D], and the cache after x (None without one).
@@ -54,17 +58,24 @@ def kda_mixer(
     """
     c = config.linear_attn_config
     batch, length, _ = x.shape
-    heads = (batch, length, c.num_heads, c.head_dim)
+    heads = (batch, length, -1, c.head_dim)
+    num_shards = 1 if row is None else run.parallel.num_shards
 
     def branch(name: str) -> tuple[jax.Array, jax.Array]:
         tail = None if cache is None else getattr(cache, f'{name}_tail')
+        projected = project(x, params[f'{name}_proj'])
+        if row is not None:
+            count = c.short_conv_kernel_size - 1
+            tail = tokens_before(projected, count, segment_ids, tail, num_shards)
         y, tail = short_conv(
-            project(x, params[f'{name}_proj']),
+            projected,
             params[f'{name}_conv1d'],
             tail=tail,
             segment_ids=segment_ids,
-            implementation=implementation,
+            implementation=run.implementation,
         )
+        if row is not None and cache is not None:
+            tail = from_last(tail, num_shards)
         return y.reshape(heads), tail
 
     (q, q_tail), (k, k_tail), (v, v_tail) = branch('q'), branch('k'), branch('v')
@@ -72,10 +83,24 @@ def kda_mixer(
     gate = Gate(params['A_log'], params['dt_bias'], c.gate_lower_bound)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     beta = jax.nn.sigmoid(project(x, params['b_proj']).astype(wide))
-    if cache is not None and length == 1 and segment_ids is None:
+    state = None if cache is None else cache.state
+    if row is not None:
+        o, state = sequence_kda(
+            q,
+            k,
+            v,
+            f,
+            beta,
+            gate,
+            row,
+            initial_state=state,
+            segment_ids=segment_ids,
+            implementation=run.implementation,
+        )
+    elif cache is not None and length == 1 and segment_ids is None:
         q, k = l2_normalize(q) * c.head_dim**-0.5, l2_normalize(k)
-        row = (a[:, 0] for a in (q, k, v, kda_gate(f, *gate), beta))
-        o, state = kda_decode_step(*row, cache.state)
+        token = (a[:, 0] for a in (q, k, v, kda_gate(f, *gate), beta))
+        o, state = kda_decode_step(*token, state)
         o = o[:, None]
     else:
         o, state = kda(
@@ -86,9 +111,9 @@ def kda_mixer(
             beta,
             gate=gate,
             qk_l2norm=True,
-            initial_state=None if cache is None else cache.state,
+            initial_state=state,
             segment_ids=segment_ids,
-            implementation=implementation,
+            implementation=run.implementation,
         )
     if c.use_full_rank_gate:
         z = project(x, params['g_proj'])
@@ -96,4 +121,6 @@ def kda_mixer(
         z = project(project(x, params['g_a_proj']), params['g_b_proj'])
     y = gated_head_norm(o, z.reshape(heads), params['o_norm'], config.rms_norm_eps)
     out = project(y.reshape(batch, length, -1), params['o_proj'])
+    if run.parallel is not None:
+        out = run.parallel.total(out, 'kda_heads')
     return out, None if cache is None else KDACache(state, q_tail, k_tail, v_tail)

@@ -11,11 +11,14 @@ from jax import lax
 
 from k3jax.config import ModelConfig
 from k3jax.model.cache import Cache
-from k3jax.model.layer import Run, Sequence, run_block
+from k3jax.model.layer import Sequence, run_block
 from k3jax.model.layout import global_leaves
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Plan, depth_plan
+from k3jax.model.run import Run
+from k3jax.parallel.sequence import row_of
+from k3jax.parallel.shard import Parallel
 from pallas_kernels.attn_res import attn_res
 
 Params = dict[str, Any]
@@ -48,14 +51,16 @@ class Kimi(nn.Module):
           cache: what came before, or None for whole documents from their start.
         """
         config = self.config
-        params = declare(
-            self, global_leaves(config), config.initializer_range, self.run.param_dtype
-        )
-        prefix = jnp.take(params['embed_tokens'], tokens, axis=0).astype(self.run.dtype)
+        params = declare(self, global_leaves(config), config.initializer_range, self.run)
+        parallel = self.run.parallel
+        prefix = embed(params, tokens, parallel).astype(self.run.dtype)
         bank = None
         if config.attn_res_block_size is not None:
             bank = jnp.zeros((0, *prefix.shape), prefix.dtype)
-        sequence = Sequence(segment_ids, None if cache is None else cache.length)
+        row = None
+        if parallel is not None and parallel.num_shards > 1:
+            row = row_of(tokens.shape[0], segment_ids, parallel.num_shards)
+        sequence = Sequence(segment_ids, None if cache is None else cache.length, row)
         carry, layers = (bank, 0, prefix), {}
         for block in self.plan:
             own = None if cache is None else cache.layers[block.name]
@@ -78,16 +83,45 @@ class Kimi(nn.Module):
         if cache is None:
             return h, None
         new = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids > 0, axis=1)
+        if row is not None:
+            new = lax.psum(new, parallel.rules.tokens)
         return h, Cache(cache.length + new, layers)
 
 
+@jax.named_scope('embed')
+def embed(params: Params, tokens: jax.Array, parallel: Parallel | None) -> jax.Array:
+    """[B, T, D] in the table's dtype; the table may be cut along the vocabulary."""
+    table = params['embed_tokens']
+    axes = () if parallel is None else parallel.cut_of('vocab')
+    if not axes:
+        return jnp.take(table, tokens, axis=0)
+    own = tokens - lax.axis_index(axes) * table.shape[0]
+    here = (own >= 0) & (own < table.shape[0])
+    rows = jnp.take(table, jnp.where(here, own, 0), axis=0)
+    return parallel.total(jnp.where(here[..., None], rows, 0), 'vocab')
+
+
+def lm_head(model: Kimi, params: Params) -> jax.Array:
+    """The output matrix [Z, D] as `head` takes it; on a mesh, gathered unless kept cut."""
+    weight, parallel = params['lm_head'], model.run.parallel
+    if parallel is None:
+        return weight
+    with jax.named_scope('gather_parameters'):
+        return parallel.gather(weight, global_leaves(model.config)['lm_head'])
+
+
 @jax.named_scope('head')
-def head(params: Params, hidden: jax.Array) -> jax.Array:
-    """Float32 logits [..., Z] of hidden states [..., D]."""
-    weight = params['lm_head'].astype(hidden.dtype)
+def head(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., Z] of hidden states [..., D]; weight: [Z, D]."""
+    weight = weight.astype(hidden.dtype)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     contract = (((hidden.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(hidden, weight, contract, preferred_element_type=wide)
+
+
+def _logits(model: Kimi, params: Params, hidden: jax.Array) -> jax.Array:
+    logits, parallel = head(lm_head(model, params), hidden), model.run.parallel
+    return logits if parallel is None else parallel.joined(logits, 'vocab')
 
 
 def forward(
@@ -95,7 +129,26 @@ def forward(
 ) -> jax.Array:
     """Logits [B, T, Z] of whole documents, packed ones by `segment_ids` [B, T]."""
     hidden, _ = model.apply({'params': params}, tokens, segment_ids)
-    return head(params, hidden)
+    return _logits(model, params, hidden)
+
+
+def _first_token(model: Kimi, length: int) -> jax.Array | int:
+    """Where in its row this chip's part of `length` tokens starts."""
+    parallel = model.run.parallel
+    if parallel is None or parallel.num_shards == 1:
+        return 0
+    return lax.axis_index(parallel.rules.tokens) * length
+
+
+def _last_real(model: Kimi, hidden: jax.Array, num_real: jax.Array) -> jax.Array:
+    """[B, D]: hidden [B, T, D] at each row's last real token, on whichever chip that is."""
+    place = num_real - 1 - _first_token(model, hidden.shape[1])
+    here = (place >= 0) & (place < hidden.shape[1])
+    last = jnp.take_along_axis(hidden, jnp.where(here, place, 0)[:, None, None], axis=1)[:, 0]
+    parallel = model.run.parallel
+    if parallel is None or parallel.num_shards == 1:
+        return last
+    return lax.psum(jnp.where(here[:, None], last, 0), parallel.rules.tokens)
 
 
 def prefill(
@@ -105,24 +158,28 @@ def prefill(
 
     Args:
       tokens: [B, T], padded at the end. num_real: [B], real tokens of each row (at least 1).
+        Where chips share the tokens of a row, tokens is this chip's part, num_real counts the
+        whole row, and the cache is empty and as long as the row.
 
     Returns:
       Logits [B, Z] after each row's last real token, and the cache.
     """
-    valid = (jnp.arange(tokens.shape[1]) < num_real[:, None]).astype(jnp.int32)
+    length = tokens.shape[1]
+    valid = _first_token(model, length) + jnp.arange(length) < num_real[:, None]
+    valid = valid.astype(jnp.int32)
     hidden, cache = model.apply({'params': params}, tokens, valid, cache)
-    last = jnp.take_along_axis(hidden, (num_real - 1)[:, None, None], axis=1)[:, 0]
-    return head(params, last), cache
+    last = _last_real(model, hidden, num_real)
+    return _logits(model, params, last), cache
 
 
 def decode(model: Kimi, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """One token a sequence: tokens [B] -> logits [B, Z] and the cache after them."""
     hidden, cache = model.apply({'params': params}, tokens[:, None], None, cache)
-    return head(params, hidden[:, 0]), cache
+    return _logits(model, params, hidden[:, 0]), cache
 
 
 def init_params(model: Kimi, key: jax.Array) -> Params:
     """Fresh parameters; under `jax.eval_shape`, their shapes and dtypes only."""
-    # The outputs are thrown away: no kernel needs to be traced for them.
-    model = model.clone(run=model.run._replace(implementation='xla'))
+    # Whole arrays; and the outputs are thrown away, so no kernel needs to be traced for them.
+    model = model.clone(run=model.run._replace(implementation='xla', parallel=None))
     return model.init(key, jnp.zeros((1, 1), jnp.int32))['params']

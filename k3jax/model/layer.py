@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from k3jax.config import ModelConfig, Remat
+from k3jax.config import ModelConfig
 from k3jax.model.attn_res import push_snapshot
 from k3jax.model.kda import kda_mixer
 from k3jax.model.layout import layer_leaves
@@ -17,8 +19,9 @@ from k3jax.model.moe import activation_of, gated_mlp, moe
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Block, Segment
+from k3jax.model.run import Run
+from k3jax.parallel.sequence import Row
 from pallas_kernels.attn_res import Flag, attn_res
-from pallas_kernels.common.platform import Implementation
 
 
 class Depth(NamedTuple):
@@ -32,20 +35,12 @@ class Depth(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """What layers know of the tokens: segment ids [B, T] or None; cached tokens [B] or None."""
+    """What layers know of the tokens: segment ids [B, T] or None; cached tokens [B] or None; of the
+    whole row, where chips share its tokens."""
 
     segment_ids: jax.Array | None
     length: jax.Array | None
-
-
-class Run(NamedTuple):
-    """How the model runs: dtype of activations, of fresh parameters, what to recompute, and which
-    form of its kernels ('xla', 'pallas', or None, the best for the platform lowered for)."""
-
-    dtype: jnp.dtype
-    param_dtype: jnp.dtype | None = None
-    remat: Remat = 'none'
-    implementation: Implementation | None = None
+    row: Row | None
 
 
 class DecoderLayer(nn.Module):
@@ -63,10 +58,9 @@ class DecoderLayer(nn.Module):
 
         use_prefix: whether the running sum is a candidate yet; at a block's first layer it is not.
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        implementation = self.run.implementation
+        config, eps, run = self.config, self.config.rms_norm_eps, self.run
         leaves = layer_leaves(config, self.layer)
-        params = declare(self, leaves, config.initializer_range, self.run.param_dtype)
+        params = declare(self, leaves, config.initializer_range, run)
 
         def read(name: str, norm: str, use_prefix: Flag) -> jax.Array:
             if depth.bank is None:
@@ -80,36 +74,38 @@ class DecoderLayer(nn.Module):
                 num_live=depth.num_live,
                 use_prefix=use_prefix,
                 eps=eps,
-                implementation=implementation,
+                implementation=run.implementation,
             )
 
+        prefix = checkpoint_name(prefix, 'layer_input')
         x = read('self_attention_res', 'input_layernorm', use_prefix)
+        x = checkpoint_name(x, 'mixer_input')
+        shared = {'segment_ids': sequence.segment_ids, 'cache': cache, 'row': sequence.row}
         if config.is_kda(self.layer):
-            a, cache = kda_mixer(
-                params['self_attn'],
-                x,
-                config,
-                segment_ids=sequence.segment_ids,
-                cache=cache,
-                implementation=implementation,
-            )
+            a, cache = kda_mixer(params['self_attn'], x, config, run=run, **shared)
         else:
             a, cache = mla_mixer(
-                params['self_attn'],
-                x,
-                config,
-                segment_ids=sequence.segment_ids,
-                cache=cache,
-                length=sequence.length,
-                implementation=implementation,
+                params['self_attn'], x, config, run=run, length=sequence.length, **shared
             )
-        prefix = prefix + a
-        y = read('mlp_res', 'post_attention_layernorm', True)
+        prefix = prefix + checkpoint_name(a, 'mixer_output')
+        y = checkpoint_name(read('mlp_res', 'post_attention_layernorm', True), 'ffn_input')
         if config.is_moe(self.layer):
-            m = moe(params['block_sparse_moe'], y, config, implementation)
+            m = moe(params['block_sparse_moe'], y, config, run)
         else:
-            m = gated_mlp(params['mlp'], y, activation_of(config))
-        return prefix + m, cache
+            m = gated_mlp(params['mlp'], y, activation_of(config), run.parallel)
+        return prefix + checkpoint_name(m, 'ffn_output'), cache
+
+
+def _remat_policy(run: Run) -> Callable[..., Any] | None:
+    """What a recomputed layer still keeps; None for nothing but its input."""
+    if not (run.keep or run.offload):
+        return None
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(run.keep),
+        names_which_can_be_offloaded=list(run.offload),
+        offload_src='device',
+        offload_dst='pinned_host',
+    )
 
 
 class _Segment(nn.Module):
@@ -123,20 +119,38 @@ class _Segment(nn.Module):
 
     @nn.compact
     def __call__(self, prefix, start, cache, depth, sequence):
-        wrap = DecoderLayer
-        if self.run.remat == 'layer':
-            # A scan already keeps the recomputation apart; elsewhere it must be kept apart by hand.
-            wrap = nn.remat(DecoderLayer, prevent_cse=not self.in_scan)
         caches = {}
-        for position in range(len(self.segment.specs)):
-            name = f'layer_{position}'
-            layer = wrap(self.config, self.run, self.first + position, name=name)
+        for run in self.segment.runs:
+            name, own = run.name, None if cache is None else cache[run.name]
+            # Of the first layer of an attention-residual block, the running sum is empty.
             use_prefix = True
-            if position == 0 and start is not False:
+            if run.offset == 0 and start is not False:
                 use_prefix = False if start is True else jnp.logical_not(start)
-            own = None if cache is None else cache[name]
-            prefix, caches[name] = layer(prefix, depth, sequence, use_prefix, own)
+            body = self._body(in_scan=self.in_scan or run.count > 1)
+            args = (self.config, self.run, self.first + run.offset)
+            if run.count == 1:
+                layer = body(*args, name=name)
+                prefix, caches[name] = layer(prefix, depth, sequence, use_prefix, own)
+                continue
+            along = nn.broadcast
+            if use_prefix is not True:
+                use_prefix, along = jnp.ones(run.count, bool).at[0].set(use_prefix), 0
+            scanned = nn.scan(
+                body,
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=run.count,
+                in_axes=(nn.broadcast, nn.broadcast, along, 0),
+            )(*args, name=name)
+            prefix, caches[name] = scanned(prefix, depth, sequence, use_prefix, own)
         return prefix, None if cache is None else caches
+
+    def _body(self, in_scan: bool) -> type[nn.Module]:
+        """The layer's class, recomputed in the backward pass where the run asks for it."""
+        if self.run.remat != 'layer':
+            return DecoderLayer
+        # A scan already keeps the recomputation apart; elsewhere it must be kept apart by hand.
+        return nn.remat(DecoderLayer, prevent_cse=not in_scan, policy=_remat_policy(self.run))
 
 
 class _Block(nn.Module):

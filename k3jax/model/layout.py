@@ -22,6 +22,7 @@ class Leaf:
     axes: tuple[str | None, ...]
     dtype: str = 'bfloat16'
     init: str = 'normal'  # normal | ones | zeros | A_log | dt_bias | conv
+    exact: bool = False  # used in float32, or its gradient is a sum of many: never rounded to move
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes)
@@ -56,7 +57,7 @@ def kda_leaves(config: ModelConfig) -> Tree:
         'q_conv1d': conv,
         'k_conv1d': conv,
         'v_conv1d': conv,
-        'f_a_proj': Leaf((rank, d), (None, 'embed')),
+        'f_a_proj': Leaf((rank, d), ('rank', 'embed')),
         'f_b_proj': Leaf((p, rank), ('kda_heads', None)),
         'b_proj': Leaf((c.num_heads, d), ('kda_heads', 'embed')),
         'A_log': Leaf((c.num_heads,), ('kda_heads',), 'float32', 'A_log'),
@@ -67,7 +68,7 @@ def kda_leaves(config: ModelConfig) -> Tree:
     if c.use_full_rank_gate:
         leaves['g_proj'] = Leaf((p, d), ('kda_heads', 'embed'))
     else:
-        leaves['g_a_proj'] = Leaf((rank, d), (None, 'embed'))
+        leaves['g_a_proj'] = Leaf((rank, d), ('rank', 'embed'))
         leaves['g_b_proj'] = Leaf((p, rank), ('kda_heads', None))
     return leaves
 
@@ -77,7 +78,7 @@ def mla_leaves(config: ModelConfig) -> Tree:
     d, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * config.qk_head_dim
     leaves = {
-        'kv_a_proj_with_mqa': Leaf((latent + config.qk_rope_head_dim, d), (None, 'embed')),
+        'kv_a_proj_with_mqa': Leaf((latent + config.qk_rope_head_dim, d), ('rank', 'embed')),
         'kv_a_layernorm': _norm(latent),
         'kv_b_proj': Leaf(
             (heads * (config.qk_nope_head_dim + config.v_head_dim), latent), ('heads', None)
@@ -87,7 +88,7 @@ def mla_leaves(config: ModelConfig) -> Tree:
     if config.q_lora_rank is None:
         leaves['q_proj'] = Leaf((queries, d), ('heads', 'embed'))
     else:
-        leaves['q_a_proj'] = Leaf((config.q_lora_rank, d), (None, 'embed'))
+        leaves['q_a_proj'] = Leaf((config.q_lora_rank, d), ('rank', 'embed'))
         leaves['q_a_layernorm'] = _norm(config.q_lora_rank)
         leaves['q_b_proj'] = Leaf((queries, config.q_lora_rank), ('heads', None))
     if config.mla_use_output_gate:
@@ -108,11 +109,8 @@ def expert_leaves(config: ModelConfig) -> Tree:
     """The routed experts of one layer: w1 gate, w3 up, w2 down; bf16, or MXFP4 codes and scales."""
     e, f, width = config.num_experts, config.moe_intermediate_size, config.expert_input_size
     leaves = {}
-    for name, out, inp, axes in (
-        ('w1', f, width, ('expert', 'expert_mlp', 'embed')),
-        ('w3', f, width, ('expert', 'expert_mlp', 'embed')),
-        ('w2', width, f, ('expert', 'embed', 'expert_mlp')),
-    ):
+    axes = ('expert', 'expert_rows', None)
+    for name, out, inp in (('w1', f, width), ('w3', f, width), ('w2', width, f)):
         if config.experts_format == 'bf16':
             leaves[name] = Leaf((e, out, inp), axes)
         else:
@@ -125,14 +123,14 @@ def moe_leaves(config: ModelConfig) -> Tree:
     """The `block_sparse_moe` leaves."""
     d, e = config.hidden_size, config.num_experts
     leaves: Tree = {
-        'gate': Leaf((e, d), ('expert', 'embed')),
-        'e_score_correction_bias': Leaf((e,), ('expert',), _wide_dtype(config), 'zeros'),
+        'gate': Leaf((e, d), ('router', 'embed'), exact=True),
+        'e_score_correction_bias': Leaf((e,), ('router',), _wide_dtype(config), 'zeros'),
         'experts': expert_leaves(config),
     }
     latent = config.routed_expert_hidden_size
     if latent is not None:
-        leaves['routed_expert_down_proj'] = Leaf((latent, d), (None, 'embed'))
-        leaves['routed_expert_up_proj'] = Leaf((d, latent), ('embed', None))
+        leaves['routed_expert_down_proj'] = Leaf((latent, d), ('latent', 'embed'))
+        leaves['routed_expert_up_proj'] = Leaf((d, latent), ('embed', 'latent'))
         if config.latent_moe_use_norm:
             leaves['routed_expert_norm'] = _norm(latent)
     if config.num_shared_experts:
@@ -166,9 +164,9 @@ def global_leaves(config: ModelConfig) -> Tree:
     """Embedding, final norm, readout and head."""
     d, z = config.hidden_size, config.vocab_size
     leaves: Tree = {
-        'embed_tokens': Leaf((z, d), ('vocab', 'embed')),
+        'embed_tokens': Leaf((z, d), ('vocab', 'embed'), exact=True),
         'norm': _norm(d),
-        'lm_head': Leaf((z, d), ('vocab', 'embed')),
+        'lm_head': Leaf((z, d), ('vocab', 'embed'), exact=True),
     }
     if config.attn_res_block_size is not None:
         leaves |= _attn_res(config, 'output_attn_res')

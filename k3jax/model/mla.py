@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ from jax import lax
 from k3jax.config import ModelConfig
 from k3jax.model.cache import MLACache
 from k3jax.model.norms import project, rms_norm
-from pallas_kernels.common.platform import Implementation
+from k3jax.model.run import Run
+from k3jax.parallel.attention_cp import Expand, from_balanced, sequence_attention, to_balanced
+from k3jax.parallel.sequence import Row
 from pallas_kernels.mla import causal_attention
 
 Params = dict[str, Any]
@@ -20,13 +23,22 @@ QUERY_BLOCK = 512
 KEY_BLOCK = 512
 
 
-def _expand(params: Params, latent: jax.Array, key: jax.Array, config: ModelConfig):
-    """Per-head keys [B, S, H, qk] and values [B, S, H, V] of latents [B, S, R]."""
-    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
-    kv = project(latent, params['kv_b_proj'])
-    kv = kv.reshape(*latent.shape[:2], heads, nope + config.v_head_dim)
-    shared = jnp.broadcast_to(key[:, :, None], (*key.shape[:2], heads, key.shape[-1]))
+def _expand(
+    config: ModelConfig, compressed: jax.Array, kv_b_proj: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Per-head keys [B, S, H, qk] and values [B, S, H, V] of latents and shared keys [B, S, R]."""
+    nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+    latent, key = compressed[..., :rank], compressed[..., rank:]
+    kv = project(latent, kv_b_proj)
+    kv = kv.reshape(*latent.shape[:2], -1, nope + config.v_head_dim)
+    shared = jnp.broadcast_to(key[:, :, None], (*kv.shape[:3], key.shape[-1]))
     return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
+
+
+@functools.cache
+def _expansion(config: ModelConfig) -> Expand:
+    """`_expand` of this model, the same object at every call."""
+    return functools.partial(_expand, config)
 
 
 def cached_attention(
@@ -51,7 +63,8 @@ def cached_attention(
             start = jnp.minimum(i * block, size - block)
             latent = lax.dynamic_slice_in_dim(cache.latent, start, block, axis=1)
             key = lax.dynamic_slice_in_dim(cache.key, start, block, axis=1)
-            k, v = _expand(params, latent.astype(q.dtype), key.astype(q.dtype), config)
+            compressed = jnp.concatenate([latent, key], axis=-1).astype(q.dtype)
+            k, v = _expand(config, compressed, params['kv_b_proj'])
             scores = jnp.einsum('bthk,bshk->bhts', q, k, preferred_element_type=wide)
             place = start + jnp.arange(block)
             seen = (place <= position[..., None]) & (place >= i * block)
@@ -87,9 +100,10 @@ def absorbed_attention(
 
     Args: q [B, H, qk]; length [B], tokens to attend to. Returns [B, H, V].
     """
-    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    nope = config.qk_nope_head_dim
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    kv_b = params['kv_b_proj'].astype(q.dtype).reshape(heads, nope + config.v_head_dim, -1)
+    kv_b = params['kv_b_proj'].astype(q.dtype)
+    kv_b = kv_b.reshape(-1, nope + config.v_head_dim, config.kv_lora_rank)
     latent, key = cache.latent.astype(q.dtype), cache.key.astype(q.dtype)
     q_latent = jnp.einsum('bhk,hkr->bhr', q[..., :nope], kv_b[:, :nope])
     scores = jnp.einsum('bhr,bsr->bhs', q_latent, latent, preferred_element_type=wide)
@@ -120,7 +134,8 @@ def mla_mixer(
     segment_ids: jax.Array | None,
     cache: MLACache | None,
     length: jax.Array | None,
-    implementation: Implementation | None = None,
+    run: Run,
+    row: Row | None = None,
 ) -> tuple[jax.Array, MLACache | None]:
     """One MLA layer's attention output.
 
@@ -128,7 +143,9 @@ def mla_mixer(
       x: [B, T, D], normalised.
       segment_ids: [B, T] or None; with a cache, 1 on real tokens and 0 on padding at the end.
       cache, length: what came before and how many tokens that is [B], or None.
-      implementation: of the kernel without a cache; None for the best.
+      run: how the model runs; on a mesh that cuts heads, params hold this chip's.
+      row: where chips share the tokens of a row, what is known of all of it; a cache is then empty
+        and as long as the row, and each chip keeps its part of it.
 
     Returns:
       [B, T, D], and the cache after x (None without one).
@@ -136,19 +153,34 @@ def mla_mixer(
     Source: Kimi K3 section "Gated MLA": no rotation, scale (nope + rope)^-0.5, sigmoid output gate.
     """
     batch, num_new, _ = x.shape
-    eps, latent_rank = config.mla_latent_norm_eps, config.kv_lora_rank
+    eps, rank = config.mla_latent_norm_eps, config.kv_lora_rank
+    compressed = project(x, params['kv_a_proj_with_mqa'])
+    latent = rms_norm(compressed[..., :rank], params['kv_a_layernorm'], eps)
+    key = compressed[..., rank:]
+    if row is not None:
+        x = to_balanced(x, run.parallel.num_shards)
     if config.q_lora_rank is None:
         q = project(x, params['q_proj'])
     else:
         q = rms_norm(project(x, params['q_a_proj']), params['q_a_layernorm'], eps)
         q = project(q, params['q_b_proj'])
-    q = q.reshape(batch, num_new, config.num_attention_heads, config.qk_head_dim)
-    compressed = project(x, params['kv_a_proj_with_mqa'])
-    latent = rms_norm(compressed[..., :latent_rank], params['kv_a_layernorm'], eps)
-    key = compressed[..., latent_rank:]
-    if cache is None:
-        k, v = _expand(params, latent, key, config)
-        o = causal_attention(q, k, v, segment_ids, implementation=implementation)
+    q = q.reshape(batch, num_new, -1, config.qk_head_dim)
+    compressed = jnp.concatenate([latent, key], axis=-1)
+    if row is not None:
+        o = sequence_attention(
+            q,
+            compressed,
+            params['kv_b_proj'],
+            row,
+            _expansion(config),
+            num_shards=run.parallel.num_shards,
+            implementation=run.implementation,
+        )
+        if cache is not None:
+            cache = MLACache(latent.astype(cache.latent.dtype), key.astype(cache.key.dtype))
+    elif cache is None:
+        k, v = _expand(config, compressed, params['kv_b_proj'])
+        o = causal_attention(q, k, v, segment_ids, implementation=run.implementation)
     else:
         position = length[:, None] + jnp.arange(num_new)
         target = position
@@ -162,4 +194,9 @@ def mla_mixer(
     o = o.reshape(batch, num_new, -1)
     if config.mla_use_output_gate:
         o = o * jax.nn.sigmoid(project(x, params['g_proj']))
-    return project(o, params['o_proj']), cache
+    out = project(o, params['o_proj'])
+    if row is not None:
+        out = from_balanced(out, run.parallel.num_shards)
+    if run.parallel is not None:
+        out = run.parallel.total(out, 'heads')
+    return out, cache

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig
 from k3jax.model.norms import project, rms_norm
-from k3jax.model.routing import route, router_logits
-from pallas_kernels.common.platform import Implementation
+from k3jax.model.routing import Routing, route, router_logits
+from k3jax.model.run import Run
+from k3jax.parallel.moe_ep import routed_mlp
+from k3jax.parallel.moe_gathered import gathered_mlp
+from k3jax.parallel.shard import Parallel
 from pallas_kernels.grouped_mlp import (
     Experts,
     GatedActivation,
@@ -30,10 +33,13 @@ def activation_of(config: ModelConfig) -> GatedActivation:
 
 
 @jax.named_scope('mlp')
-def gated_mlp(params: Params, x: jax.Array, activation: GatedActivation) -> jax.Array:
-    """down(activation(gate(x), up(x)))."""
+def gated_mlp(
+    params: Params, x: jax.Array, activation: GatedActivation, parallel: Parallel | None
+) -> jax.Array:
+    """down(activation(gate(x), up(x))); the inner width may be cut."""
     gate, up = project(x, params['gate_proj']), project(x, params['up_proj'])
-    return project(activation(gate, up), params['down_proj'])
+    y = project(activation(gate, up), params['down_proj'])
+    return y if parallel is None else parallel.total(y, 'mlp')
 
 
 @jax.custom_vjp
@@ -56,12 +62,46 @@ def _experts_of(params: Params) -> Experts:
     )
 
 
-def routed_experts(
-    params: Params,
-    x: jax.Array,
-    config: ModelConfig,
-    implementation: Implementation | None = None,
+def _on_one_chip(
+    z: jax.Array, routing: Routing, experts: Experts, activation: GatedActivation, run: Run
 ) -> jax.Array:
+    """sum_j weights_j experts_j(z), every expert being here: [M, L] float32."""
+    flat = routing.experts.reshape(-1)
+    order = jnp.argsort(flat)
+    inverse = jnp.argsort(order)
+    rows = grouped_mlp(
+        _permute(jnp.repeat(z, routing.experts.shape[1], axis=0), order, inverse),
+        experts,
+        jnp.bincount(flat, length=experts.num_experts).astype(jnp.int32),
+        activation,
+        implementation=run.implementation,
+    )
+    rows = _permute(rows, inverse, order).reshape(*routing.weights.shape, -1)
+    wide = jnp.promote_types(z.dtype, jnp.float32)
+    return jnp.sum(routing.weights[..., None] * rows.astype(wide), axis=1)
+
+
+def _mixed(
+    z: jax.Array, routing: Routing, experts: Experts, activation: GatedActivation, run: Run
+) -> jax.Array:
+    """sum_j weights_j experts_j(z), wherever the experts are: [M, L] float32."""
+    parallel = run.parallel
+    if parallel is None or parallel.size(*parallel.rules.experts) == 1:
+        return _on_one_chip(z, routing, experts, activation, run)
+    arguments = (z, routing.experts, routing.weights, experts, activation)
+    if parallel.strategy == 'decode':
+        return gathered_mlp(*arguments, parallel=parallel, implementation=run.implementation)
+    (axis,) = parallel.rules.experts
+    return routed_mlp(
+        *arguments,
+        axis=axis,
+        axis_size=parallel.size(axis),
+        method=parallel.expert_parallel,
+        implementation=run.implementation,
+    )
+
+
+def routed_experts(params: Params, x: jax.Array, config: ModelConfig, run: Run) -> jax.Array:
     """The routed half of the MoE: latent down, experts, weighted sum, norm, latent up.
 
     The router reads x at full width. Args: x [M, D]. Returns [M, D].
@@ -75,21 +115,8 @@ def routed_experts(
     )
     latent = config.routed_expert_hidden_size is not None
     z = project(x, params['routed_expert_down_proj']) if latent else x
-    flat = routing.experts.reshape(-1)
-    order = jnp.argsort(flat)
-    inverse = jnp.argsort(order)
-    group_sizes = jnp.bincount(flat, length=config.num_experts).astype(jnp.int32)
-    repeated = jnp.repeat(z, config.num_experts_per_token, axis=0)
-    rows = grouped_mlp(
-        _permute(repeated, order, inverse),
-        _experts_of(params['experts']),
-        group_sizes,
-        activation_of(config),
-        implementation=implementation,
-    )
-    rows = _permute(rows, inverse, order).reshape(*routing.weights.shape, -1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    mixed = jnp.sum(routing.weights[..., None] * rows.astype(wide), axis=1).astype(x.dtype)
+    experts = _experts_of(params['experts'])
+    mixed = _mixed(z, routing, experts, activation_of(config), run).astype(x.dtype)
     if not latent:
         return mixed
     if config.latent_moe_use_norm:
@@ -98,18 +125,14 @@ def routed_experts(
 
 
 @jax.named_scope('block_sparse_moe')
-def moe(
-    params: Params,
-    x: jax.Array,
-    config: ModelConfig,
-    implementation: Implementation | None = None,
-) -> jax.Array:
+def moe(params: Params, x: jax.Array, config: ModelConfig, run: Run) -> jax.Array:
     """Routed experts plus the shared MLP, both reading x [B, T, D].
 
     Source: Kimi K3 `block_sparse_moe` (Stable LatentMoE); without a latent width, Kimi Linear's.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = routed_experts(params, rows, config, implementation).reshape(x.shape)
+    out = routed_experts(params, rows, config, run).reshape(x.shape)
     if config.num_shared_experts:
-        out = out + gated_mlp(params['shared_experts'], x, activation_of(config))
+        shared = gated_mlp(params['shared_experts'], x, activation_of(config), run.parallel)
+        out = out + shared
     return out

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from k3jax.model.layout import Leaf, Tree
+from k3jax.config import ModelConfig
+from k3jax.model.layout import Leaf, Tree, model_leaves
+from k3jax.model.plan import Plan, gather_layers
+from k3jax.model.run import Run
+from k3jax.parallel.shard import Parallel
 
 
 def init_leaf(key: jax.Array, leaf: Leaf, stddev: float, dtype: jnp.dtype | None) -> jax.Array:
@@ -37,15 +43,53 @@ def init_leaf(key: jax.Array, leaf: Leaf, stddev: float, dtype: jnp.dtype | None
     return value.astype(dtype)
 
 
-def declare(
-    module: nn.Module, leaves: Tree, stddev: float, dtype: jnp.dtype | None
-) -> dict[str, Any]:
-    """Declares every leaf of the table on `module`, nested tables as nested dicts."""
+def declare(module: nn.Module, leaves: Tree, stddev: float, run: Run) -> dict[str, Any]:
+    """Declares every leaf of the table on `module`, nested tables as nested dicts.
+
+    On a mesh, what is declared is one chip's part of each leaf, and what is returned is whole, but
+    for the axes that the computation keeps cut.
+    """
+    parallel = run.parallel
 
     def init(key: jax.Array, entry: Leaf | Tree) -> Any:
         if isinstance(entry, Leaf):
-            return init_leaf(key, entry, stddev, dtype)
+            held = entry if parallel is None else parallel.local(entry)
+            return init_leaf(key, held, stddev, run.param_dtype)
         keys = jax.random.split(key, len(entry))
         return {name: init(k, child) for k, (name, child) in zip(keys, entry.items(), strict=True)}
 
-    return {name: module.param(name, init, entry) for name, entry in leaves.items()}
+    def gather(held: Any, entry: Leaf | Tree) -> Any:
+        if isinstance(entry, Leaf):
+            moved = entry.init == 'normal' and not entry.exact and entry.dtype != 'uint8'
+            return parallel.gather(held.astype(run.dtype) if moved else held, entry)
+        return {name: gather(held[name], child) for name, child in entry.items()}
+
+    held = {name: module.param(name, init, entry) for name, entry in leaves.items()}
+    if parallel is None:
+        return held
+    with jax.named_scope('gather_parameters'):
+        return gather(held, leaves)
+
+
+def map_leaves(
+    function: Callable[[str, Leaf, tuple[int, ...]], Any], config: ModelConfig, plan: Plan
+) -> dict[str, Any]:
+    """function(name, leaf, leading axes) of each parameter, as a tree like the model's own."""
+    tree = gather_layers(model_leaves(config), plan, lambda leaves, lead: (leaves[0], lead))
+
+    def walk(name: str, entry: Any) -> Any:
+        if isinstance(entry, dict):
+            return {child: walk(child, entry[child]) for child in entry}
+        return function(name, *((entry, ()) if isinstance(entry, Leaf) else entry))
+
+    return walk('', tree)
+
+
+def param_specs(config: ModelConfig, plan: Plan, parallel: Parallel) -> dict[str, Any]:
+    """How each parameter is cut by the mesh: the model's own tree of PartitionSpec."""
+
+    def spec(name: str, leaf: Leaf, lead: tuple[int, ...]) -> PartitionSpec:
+        del name
+        return PartitionSpec(*[None] * len(lead), *parallel.spec(leaf))
+
+    return map_leaves(spec, config, plan)

@@ -32,17 +32,36 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     )
 
 
+class LayerRun(NamedTuple):
+    """`count` equal layers in a row, the first at `offset` in its segment."""
+
+    offset: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return f'layer_{self.offset}'
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """`repeats` copies in a row of the layers `specs`, the first at `offset` in its block."""
+    """`repeats` copies in a row of the layers `specs`, the first at `offset` in its block.
+
+    folded: equal layers beside each other are one body that is repeated.
+    """
 
     offset: int
     specs: tuple[LayerSpec, ...]
     repeats: int
+    folded: bool
 
     @property
     def name(self) -> str:
         return f'segment_{self.offset}'
+
+    @property
+    def runs(self) -> tuple[LayerRun, ...]:
+        return _runs(_kinds(self.specs), self.folded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +88,16 @@ def _kinds(specs: tuple[LayerSpec, ...]) -> tuple[tuple[str, str], ...]:
     return tuple((spec.mixer, spec.ffn) for spec in specs)
 
 
+def _runs(kinds: tuple[tuple[str, str], ...], folded: bool) -> tuple[LayerRun, ...]:
+    runs: list[LayerRun] = []
+    for offset, kind in enumerate(kinds):
+        if folded and runs and kinds[runs[-1].offset] == kind:
+            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        else:
+            runs.append(LayerRun(offset, 1))
+    return tuple(runs)
+
+
 def _segments(specs: tuple[LayerSpec, ...], scan: bool) -> tuple[Segment, ...]:
     """Splits one block so that the fewest layer bodies remain."""
     kinds, count = _kinds(specs), len(specs)
@@ -86,9 +115,9 @@ def _segments(specs: tuple[LayerSpec, ...], scan: bool) -> tuple[Segment, ...]:
                 repeats += 1
             for used in {1, repeats}:
                 tail = cheapest(start + used * period, known)
-                cost = period + tail[0], 1 + len(tail[1])
+                cost = len(_runs(body, scan)) + tail[0], 1 + len(tail[1])
                 if best is None or cost < best[0]:
-                    head = Segment(start, specs[start : start + period], used)
+                    head = Segment(start, specs[start : start + period], used, scan)
                     best = cost, (head, *tail[1])
         known[start] = best[0][0], best[1]
         return known[start]
@@ -126,15 +155,14 @@ def stacks(plan: Plan) -> Iterator[Stack]:
     """Every layer body of the plan, in order."""
     for block in plan:
         for segment in block.segments:
-            for position in range(len(segment.specs)):
-                layers = np.arange(block.repeats)[:, None] * block.num_layers
-                layers = layers + np.arange(segment.repeats) * len(segment.specs)
-                layers = layers + block.first + segment.offset + position
-                if segment.repeats == 1:
-                    layers = layers[:, 0]
-                if block.repeats == 1:
-                    layers = layers[0]
-                yield Stack((block.name, segment.name, f'layer_{position}'), layers)
+            for run in segment.runs:
+                layers = np.arange(block.repeats)[:, None, None] * block.num_layers
+                layers = layers + np.arange(segment.repeats)[:, None] * len(segment.specs)
+                layers = layers + np.arange(run.count)
+                layers = layers + block.first + segment.offset + run.offset
+                counts = block.repeats, segment.repeats, run.count
+                single = tuple(axis for axis, count in enumerate(counts) if count == 1)
+                yield Stack((block.name, segment.name, run.name), layers.squeeze(single))
 
 
 def _map_together(join: Callable[[list[Any]], Any], trees: list[Any]) -> Any:

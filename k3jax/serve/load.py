@@ -14,10 +14,11 @@ from k3jax.config import DataConfig, ModelConfig
 from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, load_params, read_conversion
 from k3jax.data.tokenizer import VOCAB_FILE, Tokenizer, load_tokenizer
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layer import Run
 from k3jax.model.layout import Leaf, model_leaves
 from k3jax.model.plan import stack_params, unstack_params
+from k3jax.model.run import Run
 from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, read_config
+from pallas_kernels.common.platform import implementation_on
 
 UNROLL_UP_TO = 32  # layers; deeper models are scanned, which compiles faster than it runs
 
@@ -38,7 +39,11 @@ class Loaded:
 
 def _workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
     trained = Kimi(config, Run(jnp.dtype('float32'), jnp.dtype('float32')), scan_layers)
-    abstract = jax.eval_shape(lambda key: init_params(trained, key), jax.random.key(0))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever mesh it was trained on
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+        jax.eval_shape(lambda key: init_params(trained, key), jax.random.key(0)),
+    )
     checkpoints = Checkpoints(path)
     try:
         params, _ = checkpoints.restore_params(abstract)
@@ -85,7 +90,8 @@ def open_model(path: str, dtype: str = 'bfloat16') -> Loaded:
             'experiments.train'
         )
     scan = config.num_hidden_layers > UNROLL_UP_TO
-    model = Kimi(config, Run(jnp.dtype(dtype)), scan)
+    implementation = implementation_on(jax.devices()[0].platform)
+    model = Kimi(config, Run(jnp.dtype(dtype), implementation=implementation), scan)
     placed = jax.tree.map(
         lambda leaf, array: _place(leaf, array, dtype), model_leaves(config), params
     )

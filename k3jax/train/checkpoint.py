@@ -149,6 +149,7 @@ class Checkpoints:
     def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """State and data position of the newest checkpoint that can be read, or None.
 
+        abstract: shapes, dtypes and placement, which need not be those of the run that saved it.
         One that cannot be read is reported, set aside and passed over.
 
         Raises:
@@ -174,9 +175,7 @@ class Checkpoints:
                 )
                 continue
             self._set_aside([other for other in steps if other > step])
-            # Placed as the rest is: a step of another placement would be compiled a second time.
-            place = jax.tree.leaves(found.params)[0].sharding
-            number = jax.device_put(jax.numpy.int32(step), place)
+            number = jax.device_put(jax.numpy.int32(step), abstract.step.sharding)
             return TrainState(number, found.params, found.opt_state), found.data
         if steps:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,9 @@ from etils import epath
 from k3jax.data.pack import IGNORE
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.model.kimi import Kimi, forward
-from k3jax.train.losses import token_losses
+from k3jax.train.step import losses_of
+
+Losses = Callable[[Any, dict[str, np.ndarray]], jax.Array]
 
 
 class HeldOut(NamedTuple):
@@ -30,28 +32,27 @@ class HeldOut(NamedTuple):
         return math.exp(min(self.loss, 700.0))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def batch_losses(model: Kimi, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """-log p of each target of a batch, [B, T] float32."""
-    hidden, _ = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
-    return token_losses(params, hidden, batch['targets'])
-
-
 def evaluate(
-    model: Kimi, params: Any, batches: Iterable[dict[str, np.ndarray]], byte_lengths: np.ndarray
+    model: Kimi,
+    params: Any,
+    batches: Iterable[dict[str, np.ndarray]],
+    byte_lengths: np.ndarray,
+    losses: Losses | None = None,
 ) -> HeldOut:
     """Loss over all targets of `batches`.
 
     Args:
       batches: as `loader.held_out_batches` gives them.
+      losses: (params, batch) -> [B, T], on every process; None for the model on a single chip.
       byte_lengths: [Z], bytes that each token stands for.
 
     Raises:
       ValueError: the batches hold no target.
     """
     total, tokens, num_bytes = 0.0, 0, 0
+    losses = losses or losses_of(model)
     for batch in batches:
-        total += float(np.sum(np.asarray(batch_losses(model, params, batch), np.float64)))
+        total += float(np.sum(np.asarray(losses(params, batch), np.float64)))
         targets = batch['targets'][batch['targets'] != IGNORE]
         tokens += targets.size
         num_bytes += int(byte_lengths[targets].sum())
@@ -118,7 +119,7 @@ def _completion_log_prob(
     batch['tokens'][0, : len(ids)] = ids
     batch['segment_ids'][0, : len(ids)] = 1
     batch['targets'][0, len(prompt) - 1 : len(ids) - 1] = completion
-    return -float(np.sum(np.asarray(batch_losses(model, params, batch), np.float64)))
+    return -float(np.sum(np.asarray(losses_of(model)(params, batch), np.float64)))
 
 
 def _read_questions(path: epath.Path) -> list[dict[str, Any]]:

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from absl import logging
 from etils import epath
+from jax.sharding import PartitionSpec
 
 from k3jax.config import Config
 from k3jax.data import loader
 from k3jax.data.ngram import trigram_bits_per_byte
 from k3jax.data.tokenizer import Tokenizer, load_tokenizer
 from k3jax.model.flops import active_parameters, total_parameters
-from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layer import Run
+from k3jax.model.kimi import Kimi
+from k3jax.model.run import Run
+from k3jax.parallel.mesh import check_fits, make_mesh
+from k3jax.parallel.shard import parallel_of
 from k3jax.train import metrics as metrics_lib
 from k3jax.train.checkpoint import Checkpoints, check_config, write_config
-from k3jax.train.eval import HeldOut, batch_losses, evaluate
+from k3jax.train.eval import HeldOut, evaluate
 from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
-from k3jax.train.step import Batch, TrainState, make_train_step
+from k3jax.train.placement import Placement, joined_positions
+from k3jax.train.step import (
+    Batch,
+    TrainState,
+    abstract_state,
+    check_state_fits,
+    fresh_state,
+    losses_of,
+    make_train_step,
+)
+from pallas_kernels.common.platform import implementation_on
 
 
 class NonFiniteLoss(ValueError):
@@ -58,11 +72,6 @@ class _StopRequest:
 def _check(config: Config, tokenizer: Tokenizer) -> None:
     """Raises for what would only go wrong later, or silently."""
     model, train = config.model, config.train
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f'training on {jax.process_count()} processes: parameters are not shared between '
-            'processes yet; run one'
-        )
     if model.experts_format != 'bf16':
         raise ValueError(
             f'model.experts_format: got {model.experts_format!r}, wanted bf16: packed experts '
@@ -82,42 +91,68 @@ def _check(config: Config, tokenizer: Tokenizer) -> None:
 
 
 class Trainer:
-    """One run in one workdir; nothing is written there before the config is found to work."""
+    """One run in one workdir; nothing is written there before the config is found to work.
 
-    def __init__(self, config: Config, workdir: str):
+    On several processes, each makes a Trainer and calls the same methods in the same order.
+    """
+
+    def __init__(self, config: Config, workdir: str, devices: Sequence[jax.Device] | None = None):
+        """devices: to train on; None for all there are."""
         self.config, self.workdir = config, epath.Path(workdir)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         _check(config, self.tokenizer)
+        devices = jax.devices() if devices is None else list(devices)
+        mesh_config = check_fits(config, 'train', len(devices))
+        self.mesh = make_mesh(mesh_config, devices)
+        parallel = parallel_of(self.mesh, mesh_config, 'train')
         check_config(self.workdir, config)
-        self.data = loader.train_iterator(config.data, self.tokenizer)
-        run = Run(jnp.dtype(config.train.dtype), jnp.dtype('float32'), config.train.remat)
-        self.model = Kimi(config.model, run, config.train.scan_layers)
+        train = config.train
+        self.model = Kimi(
+            config.model,
+            Run(
+                jnp.dtype(train.dtype),
+                jnp.dtype('float32'),
+                train.remat,
+                implementation_on(devices[0].platform),
+                keep=train.keep,
+                offload=train.offload,
+                parallel=parallel,
+            ),
+            train.scan_layers,
+        )
+        cut = PartitionSpec() if parallel is None else parallel.batch_spec
+        self.placement = Placement(config.data, self.mesh, cut)
+        self.data = loader.train_iterator(
+            config.data, self.tokenizer, streams=self.placement.streams
+        )
         labels = leaf_labels(config.model, self.model.plan)
-        self.optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
+        self.optimizer = make_optimizer(config.optimizer, train.num_steps, labels)
+        self._abstract = abstract_state(self.model, self.optimizer, self.mesh)
+        check_state_fits(self._abstract, devices[0])
         try:
             self.workdir.mkdir(parents=True, exist_ok=True)
-            write_config(self.workdir, config)
+            if jax.process_index() == 0:
+                write_config(self.workdir, config)
         except OSError as error:
             raise OSError(
                 f'--workdir: {workdir} cannot be written ({error.strerror}); take another folder'
             ) from None
-        self.checkpoints = Checkpoints(self.workdir, keep=config.train.keep_checkpoints)
+        self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
         self._step = jax.jit(
-            make_train_step(self.model, self.optimizer, config.train.grad_accum_steps),
+            make_train_step(self.model, self.optimizer, train.grad_accum_steps, self.mesh),
             donate_argnums=0,
         )
-
-    def _fresh_state(self, key: jax.Array) -> TrainState:
-        params = init_params(self.model, key)
-        return TrainState(jnp.int32(0), params, self.optimizer.init(params))
+        self._losses = losses_of(self.model, self.mesh)
 
     def start(self) -> TrainState:
         """The newest whole checkpoint, with the data put where it was; or a fresh state."""
-        key = jax.random.key(self.config.train.seed)
-        abstract = jax.eval_shape(self._fresh_state, key)
-        found = self.checkpoints.restore_newest(abstract)
+        found = self.checkpoints.restore_newest(self._abstract)
         if found is None:
-            return jax.jit(self._fresh_state)(key)
+            shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
+            fresh = functools.partial(fresh_state, self.model, self.optimizer)
+            key = jax.random.key(self.config.train.seed)
+            # Each chip makes its own parts: no array is ever whole anywhere.
+            return jax.jit(fresh, out_shardings=shardings)(key)
         state, data_state = found
         self.data.set_state(data_state)
         logging.info('resumed from step %d', int(state.step))
@@ -127,13 +162,16 @@ class Trainer:
         """Prints what the run will do, before the first step."""
         model, train, data = self.config.model, self.config.train, self.config.data
         logging.info(
-            '%s: %s parameters, %s active a token; %d layers; %s on one %s',
+            '%s: %s parameters, %s active a token; %d layers; %s on %d x %s (%s)',
             model.name,
             f'{total_parameters(model):,}',
             f'{active_parameters(model):,}',
             model.num_hidden_layers,
             train.dtype,
-            jax.devices()[0].device_kind,
+            self.mesh.size,
+            self.mesh.devices.flat[0].device_kind,
+            ' '.join(f'{axis} {size}' for axis, size in self.mesh.shape.items() if size > 1)
+            or 'one chip',
         )
         logging.info(
             '%d steps of %d x %d tokens from %s; workdir %s',
@@ -146,9 +184,9 @@ class Trainer:
 
     def save(self, state: TrainState, batch: Batch) -> None:
         """Starts to save, if the updated parameters still give `batch` a finite loss."""
-        loss = float(jnp.sum(batch_losses(self.model, state.params, batch)))
+        loss = float(jnp.sum(self._losses(state.params, batch)))
         self._check_finite(int(state.step), {'loss after the update': loss})
-        self.checkpoints.save(state, self.data.get_state())
+        self.checkpoints.save(state, joined_positions(self.data.get_state()))
 
     def trigram(self) -> float:
         """Held-out bits per byte of a trigram model counted on the training split."""
@@ -163,7 +201,12 @@ class Trainer:
         """Held-out loss over `train.eval_batches` batches, the same every time."""
         num_batches = self.config.train.eval_batches
         batches = loader.held_out_batches(self.config.data, self.tokenizer, num_batches)
-        return evaluate(self.model, params, batches, self.tokenizer.token_byte_lengths())
+        lengths = self.tokenizer.token_byte_lengths()
+
+        def losses(params: Any, batch: Batch) -> jax.Array:
+            return self._losses(params, self.placement.place_whole(batch))
+
+        return evaluate(self.model, params, batches, lengths, losses)
 
     def run(self, on_step: Callable[[int], None] | None = None) -> Outcome:
         """Trains to `num_steps`.
@@ -194,7 +237,7 @@ class Trainer:
         watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
         saved, unchecked = step, None
         while step < train.num_steps and not stop.asked:
-            batch = next(self.data)
+            batch = self.placement.place(next(self.data))
             state, metrics = self._step(state, batch)
             step += 1
             # Of the step before: the device is already busy with this one.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,23 +13,22 @@ LOGITS_AT_ONCE = 1 << 25  # elements of a block of logits; above it, blocks are 
 
 
 @jax.named_scope('loss')
-def token_losses(params: dict[str, Any], hidden: jax.Array, targets: jax.Array) -> jax.Array:
+def token_losses(lm_head: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p(target), natural, for each position; 0 where the target is IGNORE.
 
     Large vocabularies go by blocks of tokens, whose logits never exist all at once.
 
-    Args: hidden [B, T, D], targets [B, T]. Returns: [B, T] float32.
+    Args: lm_head [Z, D], hidden [B, T, D], targets [B, T]. Returns: [B, T] float32.
     """
     batch, length, width = hidden.shape
     rows, flat = hidden.reshape(-1, width), targets.reshape(-1)
-    weights = {'lm_head': params['lm_head']}
 
     def block(rows: jax.Array, flat: jax.Array) -> jax.Array:
-        logits = head(weights, rows)
+        logits = head(lm_head, rows)
         picked = jnp.take_along_axis(logits, jnp.maximum(flat, 0)[:, None], axis=1)[:, 0]
         return jnp.where(flat == IGNORE, 0.0, jax.nn.logsumexp(logits, axis=1) - picked)
 
-    size = max(1, LOGITS_AT_ONCE // params['lm_head'].shape[0])
+    size = max(1, LOGITS_AT_ONCE // lm_head.shape[0])
     if rows.shape[0] <= size:
         return block(rows, flat).reshape(batch, length)
     padding = -rows.shape[0] % size

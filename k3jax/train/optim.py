@@ -8,8 +8,9 @@ import jax
 import optax
 
 from k3jax.config import ModelConfig, OptimizerConfig
-from k3jax.model.layout import Leaf, model_leaves
-from k3jax.model.plan import Plan, gather_layers
+from k3jax.model.layout import Leaf
+from k3jax.model.param import map_leaves
+from k3jax.model.plan import Plan
 
 Label = Literal['decayed', 'plain', 'frozen']
 
@@ -22,14 +23,7 @@ def _label(name: str, leaf: Leaf) -> Label:
 
 def leaf_labels(config: ModelConfig, plan: Plan) -> dict[str, Any]:
     """What the optimizer does with each leaf of the model's tree: decay it, move it, hold it."""
-
-    def walk(entry: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: _label(name, child) if isinstance(child, Leaf) else walk(child)
-            for name, child in entry.items()
-        }
-
-    return gather_layers(walk(model_leaves(config)), plan, lambda labels, lead: labels[0])
+    return map_leaves(lambda name, leaf, lead: _label(name, leaf), config, plan)
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

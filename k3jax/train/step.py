@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3jax.config import ConfigError
 from k3jax.data.pack import IGNORE
-from k3jax.model.kimi import Kimi
+from k3jax.model.kimi import Kimi, init_params, lm_head
+from k3jax.model.param import param_specs
+from k3jax.parallel.rules import AXES
 from k3jax.train.losses import token_losses
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
@@ -26,17 +32,31 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def make_train_step(
-    model: Kimi, optimizer: optax.GradientTransformation, grad_accum_steps: int
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The pure step function, to be jitted with the state donated.
+def batch_losses(model: Kimi, params: Any, batch: Batch) -> jax.Array:
+    """-log p of each target of a batch, [B, T] float32; on a mesh, this chip's."""
+    hidden, _ = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
+    return token_losses(lm_head(model, params), hidden, batch['targets'])
 
-    The loss is the mean over all targets of the batch, whatever the number of accumulation slices.
-    """
+
+@functools.cache
+def losses_of(model: Kimi, mesh: Mesh | None = None) -> Callable[[Any, Batch], jax.Array]:
+    """`batch_losses` compiled: (params, batch) -> [B, T], whole on every chip."""
+    losses = functools.partial(batch_losses, model)
+    parallel = model.run.parallel
+    if parallel is None:
+        return jax.jit(losses)
+    specs, cut = param_specs(model.config, model.plan, parallel), parallel.batch_spec
+    losses = jax.shard_map(losses, mesh=mesh, in_specs=(specs, cut), out_specs=cut, check_vma=False)
+    return jax.jit(losses, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def make_gradient(
+    model: Kimi, grad_accum_steps: int, mesh: Mesh | None
+) -> Callable[[Any, Batch], tuple[jax.Array, Any]]:
+    """(params, batch) -> the sum of the batch's losses, and its gradient, cut as params are."""
 
     def loss_sum(params: Any, batch: Batch) -> jax.Array:
-        hidden, _ = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
-        return jnp.sum(token_losses(params, hidden, batch['targets']))
+        return jnp.sum(batch_losses(model, params, batch))
 
     gradient = jax.value_and_grad(loss_sum)
 
@@ -51,8 +71,43 @@ def make_train_step(
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         return lax.scan(add, zero, slices)[0]
 
+    parallel = model.run.parallel
+    if parallel is None:
+        return accumulate
+    specs = param_specs(model.config, model.plan, parallel)
+
+    def on_each_chip(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        total, grads = accumulate(params, batch)
+
+        def join(spec: PartitionSpec, grad: jax.Array) -> jax.Array:
+            axes = parallel.uncut(spec)
+            return lax.psum(grad, axes) if axes else grad
+
+        return lax.psum(total, AXES), jax.tree.map(join, specs, grads)
+
+    return jax.shard_map(
+        on_each_chip,
+        mesh=mesh,
+        in_specs=(specs, parallel.batch_spec),
+        out_specs=(PartitionSpec(), specs),
+        check_vma=False,
+    )
+
+
+def make_train_step(
+    model: Kimi,
+    optimizer: optax.GradientTransformation,
+    grad_accum_steps: int,
+    mesh: Mesh | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The pure step function, to be jitted with the state donated.
+
+    The loss is the mean over all targets of the batch, whatever the number of accumulation slices.
+    """
+    gradient = make_gradient(model, grad_accum_steps, mesh)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        total, grads = accumulate(state.params, batch)
+        total, grads = gradient(state.params, batch)
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
         loss, grads = total / count, jax.tree.map(lambda g: g / count, grads)
         with jax.named_scope('optimizer'):
@@ -62,3 +117,63 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step
+
+
+def fresh_state(model: Kimi, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """The state before the first step; under `jax.eval_shape`, its shapes only."""
+    params = init_params(model, key)
+    return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+
+def abstract_state(model: Kimi, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and placement of the state; the optimizer's arrays lie as their parameters."""
+    shapes = jax.eval_shape(lambda: fresh_state(model, optimizer, jax.random.key(0)))
+    parallel, specs = model.run.parallel, {}
+    if parallel is not None:
+        tree = param_specs(model.config, model.plan, parallel)
+        specs = {
+            _names(path): spec
+            for path, spec in jax.tree_util.tree_leaves_with_path(
+                tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
+            )
+        }
+
+    def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = _names(path)
+        tails = (names[start:] for start in range(len(names)))
+        spec = next((specs[tail] for tail in tails if tail in specs), PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def chip_bytes(abstract: Any) -> int:
+    """Bytes that one chip holds of arrays placed on a mesh."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(abstract)
+    )
+
+
+def check_state_fits(abstract: TrainState, device: jax.Device, limit: int | None = None) -> None:
+    """Refuses a state that, with its gradient, cannot lie on a chip.
+
+    limit: the chip's bytes; None for what the device says, if it says anything.
+
+    Raises:
+      ConfigError: with the numbers.
+    """
+    if limit is None:
+        limit = (device.memory_stats() or {}).get('bytes_limit')
+    state, gradient = chip_bytes(abstract), chip_bytes(abstract.params)
+    if limit is not None and state + gradient > limit:
+        gib = 2**30
+        raise ConfigError(
+            f'mesh: a chip would hold {state / gib:.1f} GiB of parameters and optimizer state and '
+            f'{gradient / gib:.1f} GiB of gradients, wanted at most {limit / gib:.1f} GiB; take '
+            f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data)'
+        )
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))

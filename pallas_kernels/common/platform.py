@@ -24,6 +24,12 @@ def kernel_call(build: Callable[[bool], Callable[..., Any]], *args: Any) -> Any:
     return lax.platform_dependent(*args, cpu=build(True), tpu=build(False))
 
 
+def implementation_on(platform: str) -> Implementation | None:
+    """What to ask for on devices of a platform that are there: where no kernel can run, not to
+    trace any, which takes longer than the XLA forms do."""
+    return None if platform == 'tpu' else 'xla'
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)

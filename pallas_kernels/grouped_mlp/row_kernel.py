@@ -96,6 +96,7 @@ def over_rows(
     whole: Sequence[jax.Array] = (),
     parts: Sequence[jax.Array] = (),
     weights: Sequence[Weight],
+    num_products: int,
     num_columns: int,
     outs: Sequence[jnp.dtype],
     rows: int,
@@ -110,6 +111,7 @@ def over_rows(
       visits: `visits_by_tile` for tiles of `rows`.
       whole: [M, I], of which a tile has all columns. parts: [M, N], of which it has its own.
       weights: of the visiting group; the body has its own columns of them.
+      num_products: of [M, I] with weights, for the CostEstimate.
       num_columns: N. outs: dtype of each [M, N] output.
       rows, columns: of a tile; N is cut for the two cores of a chip.
 
@@ -138,6 +140,8 @@ def over_rows(
         return pl.BlockSpec((None, *block), index)
 
     row_inputs = [*whole, *parts]
+    out_shape = [jax.ShapeDtypeStruct((num_rows, num_columns), dtype) for dtype in outs]
+    arrays = [*row_inputs, *(weight.array for weight in weights), *out_shape]
     call = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -146,7 +150,7 @@ def over_rows(
             num_rows=len(row_inputs),
             num_inputs=4 + len(row_inputs) + len(weights),
         ),
-        out_shape=[jax.ShapeDtypeStruct((num_rows, num_columns), dtype) for dtype in outs],
+        out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(pl.cdiv(num_columns, columns), table.count),
@@ -159,6 +163,11 @@ def over_rows(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * num_products * num_rows * whole[0].shape[1] * num_columns,
+            bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
+            transcendentals=0,
         ),
         interpret=interpret,
         name=name,

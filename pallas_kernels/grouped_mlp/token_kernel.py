@@ -118,6 +118,13 @@ def run(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'arbitrary'), vmem_limit_bytes=VMEM_LIMIT
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=6 * num_tokens * ids.shape[0] * experts.inner * width,
+            bytes_accessed=sum(array.size * array.dtype.itemsize for array, _ in inputs)
+            * ids.shape[0]
+            // inputs[0][0].shape[0],
+            transcendentals=0,
+        ),
         interpret=interpret,
         name='token_mlp' + ('_mxfp4' if packed else ''),
     )(ids, count, x, weights, *(array for array, _ in inputs))

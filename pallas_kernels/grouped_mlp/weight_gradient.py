@@ -98,6 +98,13 @@ def weight_gradient(
             dimension_semantics=('parallel', 'parallel', 'arbitrary'),
             vmem_limit_bytes=VMEM_LIMIT,
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * left.size * right.shape[1],
+            bytes_accessed=left.size * left.dtype.itemsize
+            + right.size * right.dtype.itemsize
+            + num_groups * left.shape[1] * right.shape[1] * jnp.dtype(dtype).itemsize,
+            transcendentals=0,
+        ),
         interpret=interpret,
         name=name,
     )(*visits, left, right)

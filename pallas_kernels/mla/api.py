@@ -11,7 +11,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.platform import Implementation, best_of, kernel_call
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
-from pallas_kernels.mla.on_tpu import attention_on_tpu, gradients_on_tpu, unsupported
+from pallas_kernels.mla.blocks import ONE_ROW, How
+from pallas_kernels.mla.on_tpu import (
+    PairOfRuns,
+    attention_on_tpu,
+    gradients_on_tpu,
+    unsupported,
+)
 from pallas_kernels.mla.reference import attention_reference
 from pallas_kernels.mla.xla import attention_xla, attention_xla_gradients
 
@@ -63,24 +69,95 @@ def causal_attention(
         raise NotImplementedError(f"causal_attention: 'pallas' {problem}; use implementation='xla'")
     if problem:
         implementation = 'xla'
-    o, top = _attend(_Static(implementation), q, k, v, runs)
+    o, top = _attend(_Static(implementation, ONE_ROW), q, k, v, runs)
     return (o, top) if with_max_logit else o
+
+
+class Part(NamedTuple):
+    """Attention of queries to a part of their keys.
+
+    o: [B, T, H, V] float32, 0 on padding. lse: [B, H, T], log of the softmax's denominator, very
+    low where no key is seen. top: [B, H, T], the largest logit.
+    """
+
+    o: jax.Array
+    lse: jax.Array
+    top: jax.Array
+
+
+def attend_part(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    runs: PairOfRuns | None,
+    *,
+    causal: bool,
+    implementation: Implementation | None = None,
+) -> Part:
+    """What one part of the keys contributes; parts of all keys join by `merged`.
+
+    Args:
+      q, k: [B, T, H, qk]. v: [B, T, H, V].
+      runs: of the queries and of the keys, numbered along the whole row; None for one document.
+      causal: queries and keys are the same tokens; otherwise all keys come before all queries.
+
+    Not differentiable by JAX: `part_gradients` is its backward pass.
+    """
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    static = _Static('xla' if unsupported(q, v) else implementation, How(causal, wide))
+    return Part(*static.choose(attention_on_tpu, attention_xla, q, k, v, runs))
+
+
+def merged(a: Part, b: Part) -> Part:
+    """Attention to the keys of both parts."""
+    lse = jnp.logaddexp(a.lse, b.lse)
+
+    def scaled(part: Part) -> jax.Array:
+        return part.o * jnp.swapaxes(jnp.exp(part.lse - lse), 1, 2)[..., None]
+
+    return Part(scaled(a) + scaled(b), lse, jnp.maximum(a.top, b.top))
+
+
+def part_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    runs: PairOfRuns | None,
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    *,
+    causal: bool,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v through one part of the keys, float32.
+
+    Args: o [B, T, H, V] and lse of all parts together; the others as in `attend_part`.
+    """
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    static = _Static('xla' if unsupported(q, v) else implementation, How(causal, wide))
+    return static.choose(gradients_on_tpu, attention_xla_gradients, q, k, v, runs, o, lse, do)
 
 
 class _Static(NamedTuple):
     implementation: Implementation | None
+    how: How
 
     def choose(self, on_tpu: Callable[..., Any], on_xla: Callable[..., Any], *args: Any) -> Any:
-        """on_tpu(interpret, *args) where it is wanted, else on_xla(*args)."""
+        """on_tpu(interpret, how, *args) where it is wanted, else on_xla(how, *args)."""
+        on_xla = functools.partial(on_xla, self.how)
         if self.implementation == 'xla':
             return on_xla(*args)
         if self.implementation == 'pallas':
-            return kernel_call(lambda interpret: functools.partial(on_tpu, interpret), *args)
-        return best_of('mla', functools.partial(on_tpu, False), on_xla, *args)
+            return kernel_call(
+                lambda interpret: functools.partial(on_tpu, interpret, self.how), *args
+            )
+        return best_of('mla', functools.partial(on_tpu, False, self.how), on_xla, *args)
 
 
 def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):
-    o, lse, top = static.choose(attention_on_tpu, attention_xla, q, k, v, runs)
+    pair = None if runs is None else (runs, runs)
+    o, lse, top = static.choose(attention_on_tpu, attention_xla, q, k, v, pair)
     return o, lse, jnp.max(top, axis=(0, 2))
 
 
@@ -97,7 +174,9 @@ def _attend_fwd(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs:
 
 def _attend_bwd(static: _Static, saved: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]):
     do, _ = cotangents
-    return *static.choose(gradients_on_tpu, attention_xla_gradients, *saved, do), None
+    q, k, v, runs, *rest = saved
+    pair = None if runs is None else (runs, runs)
+    return *static.choose(gradients_on_tpu, attention_xla_gradients, q, k, v, pair, *rest, do), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -65,11 +65,12 @@ def _kernel(last_query, *refs, plan: Plan, groups: int, first: int, num: int, ad
                 dq_sum_ref[local, rows, at] += plan.dot(turned_ref[rows, :keys], ds, (1, 0))
 
     live = True if not plan.skips else i <= last_query[pl.program_id(0) // groups, j]
-    pl.when((j < i) & live)(functools.partial(block, False))
+    last = i if plan.causal else plan.num_blocks - 1
+    pl.when((j < last) & live)(functools.partial(block, False))
 
-    @pl.when(j == i)
+    @pl.when(j == last)
     def _():
-        block(True)
+        block(plan.causal)
         dq_ref[0] = jnp.transpose(dq_sum_ref[local] * plan.scale).astype(dq_ref.dtype)
 
     @pl.when(local == num - 1)
@@ -93,7 +94,7 @@ def _call(plan: Plan, interpret: bool, first: int, num: int, arrays, runs, befor
 
     def query_block(program, j, local, last_query):
         # A step that is left out keeps the block of the next or last step that is not.
-        i = jnp.maximum(local + first, j)
+        i = jnp.maximum(local + first, j) if plan.causal else local + first
         if plan.skips:
             i = jnp.clip(last_query[program // groups, j], first, i)
         return i
@@ -113,8 +114,13 @@ def _call(plan: Plan, interpret: bool, first: int, num: int, arrays, runs, befor
     def key_row(program, j, *_):
         return program // groups, 0, j
 
-    def own_query(program, j, *_):
-        return program // groups, jnp.maximum(j - first, 0), program % groups
+    def own_query(program, j, local, _):
+        # Of the query block whose last key block this is.
+        if plan.causal:
+            i = jnp.maximum(j - first, 0)
+        else:
+            i = jnp.where(j == plan.num_blocks - 1, local, 0)
+        return program // groups, i, program % groups
 
     dk_spec, dv_spec = pl.BlockSpec((1, size, keys), key), pl.BlockSpec((1, size, values), key)
     row = (1, 1, size)
@@ -128,14 +134,16 @@ def _call(plan: Plan, interpret: bool, first: int, num: int, arrays, runs, befor
         *([dk_spec, dv_spec] if before else []),
     ]
     window = plan.windows[0].stop
-    pairs = batch * groups * plan.heads * num * (first + (num + 1) / 2) * size**2
+    num_keys = first + num if plan.causal else plan.num_blocks
+    pairs = batch * groups * plan.heads * num * size**2
+    pairs *= first + (num + 1) / 2 if plan.causal else num_keys
     return pl.pallas_call(
         functools.partial(
             _kernel, plan=plan, groups=groups, first=first, num=num, adds=bool(before)
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch * groups, first + num, num),
+            grid=(batch * groups, num_keys, num),
             in_specs=in_specs,
             out_specs=[pl.BlockSpec((1, size, keys), own_query), dk_spec, dv_spec],
             scratch_shapes=[
@@ -147,7 +155,7 @@ def _call(plan: Plan, interpret: bool, first: int, num: int, arrays, runs, befor
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, num * size, q.shape[2]), q.dtype),
+            jax.ShapeDtypeStruct((batch, num * size, q.shape[2]), plan.out_dtype),
             jax.ShapeDtypeStruct(k.shape, dtype),
             jax.ShapeDtypeStruct(v.shape, dtype),
         ],
@@ -178,7 +186,7 @@ def backward(
     plan: Plan,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk [B, T, H * key_width] and dv [B, T, H * value_width] in the inputs' dtype.
+    """dq, dk [B, T, H * key_width] and dv [B, T, H * value_width] in the plan's out_dtype.
 
     Args:
       do: as v. lse, delta: [B * H / heads, heads, T] float32.
@@ -187,7 +195,7 @@ def backward(
     """
     most = max(RESIDENT // plan.block, 1)
     starts = range(0, plan.num_blocks, most)
-    dtype = q.dtype if len(starts) == 1 else F32
+    dtype = plan.out_dtype if len(starts) == 1 else F32
     arrays, before, parts = (q, do, lse, delta, k, v), (), []
     # The last queries come first: they alone see every key, so they start each sum.
     for first in reversed(starts):
@@ -195,4 +203,4 @@ def backward(
         dq, *before = _call(plan, interpret, first, num, arrays, runs, before, dtype)
         parts.insert(0, dq)
     dq = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    return dq, *(x.astype(q.dtype) for x in before)
+    return dq, *(x.astype(plan.out_dtype) for x in before)

@@ -24,6 +24,17 @@ PARTS = 2  # of a block's queries
 MOST_HEADS = 4  # in one program, to fill whole registers of 128 lanes
 
 
+class How(NamedTuple):
+    """How queries meet keys. causal: as one row, each key seen from its own place on; else every
+    key by every query. out_dtype: of o and of gradients; None for that of the inputs."""
+
+    causal: bool = True
+    out_dtype: jnp.dtype | None = None
+
+
+ONE_ROW = How()
+
+
 class Window(NamedTuple):
     """Whole registers that hold a head's lanes: [start, stop), the head's own from `offset` on."""
 
@@ -46,8 +57,10 @@ class Plan(NamedTuple):
       num_blocks: of a row.
       packed: run numbers are given.
       skips: with `packed`, key blocks before a query block's first document are left out.
-      dtype: of q, k, v and o.
+      dtype: of q, k, v and do.
       scale: of q . k.
+      causal: keys after a query are not seen; else all are, and `skips` is not for it.
+      out_dtype: of o, dq, dk and dv.
     """
 
     heads: int
@@ -59,6 +72,8 @@ class Plan(NamedTuple):
     skips: bool
     dtype: jnp.dtype
     scale: float
+    causal: bool
+    out_dtype: jnp.dtype
 
     @property
     def windows(self) -> list[Window]:

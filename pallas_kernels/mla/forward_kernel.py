@@ -15,11 +15,13 @@ F32 = jnp.float32
 
 
 def _folded(plan: Plan, group: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Query block i and key block j <= i of a step.
+    """Query block i and key block j of a step; j <= i where causal.
 
     Row p of the triangle and row n - 1 - p, one after the other, are as long as any other such
     pair, so no step lies above the diagonal.
     """
+    if not plan.causal:
+        return group, step
     first = group + 1 - plan.num_blocks % 2  # steps of the shorter row
     in_second = step >= first
     i = jnp.where(in_second, plan.num_blocks - 1 - group, first - 1)
@@ -27,6 +29,8 @@ def _folded(plan: Plan, group: jax.Array, step: jax.Array) -> tuple[jax.Array, j
 
 
 def _grid(plan: Plan) -> tuple[int, int]:
+    if not plan.causal:
+        return plan.num_blocks, plan.num_blocks
     return (plan.num_blocks + 1) // 2, plan.num_blocks + 1 - plan.num_blocks % 2
 
 
@@ -67,11 +71,12 @@ def _kernel(first_key, q_ref, k_ref, v_ref, *refs, plan: Plan, groups: int):
             acc_ref[h, :, at] = acc_ref[h, :, at] * shrink + read
 
     live = True if not plan.skips else j >= first_key[pl.program_id(0) // groups, i]
-    pl.when((j < i) & live)(functools.partial(block, False))
+    last = i if plan.causal else plan.num_blocks - 1
+    pl.when((j < last) & live)(functools.partial(block, False))
 
-    @pl.when(j == i)
+    @pl.when(j == last)
     def _():
-        block(True)
+        block(plan.causal)
         for h in range(plan.heads):
             m, total = m_ref[h], l_ref[h]
             o, logit = acc_ref[h] / total, m * plan.scale
@@ -127,7 +132,9 @@ def forward(
         return program, 0, _folded(plan, group, step)[0]
 
     stat = jax.ShapeDtypeStruct((batch * groups, plan.heads, length), F32)
-    pairs = batch * groups * plan.heads * length * (length + size) // 2
+    pairs = batch * groups * plan.heads * length * length
+    if plan.causal:
+        pairs = pairs * (length + size) // (2 * length)
     return pl.pallas_call(
         functools.partial(_kernel, plan=plan, groups=groups),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -151,7 +158,7 @@ def forward(
                 pltpu.VMEM((plan.heads, plan.value_width, size), F32),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), stat, stat],
+        out_shape=[jax.ShapeDtypeStruct(v.shape, plan.out_dtype), stat, stat],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=('parallel', 'parallel', 'arbitrary'),
             vmem_limit_bytes=VMEM_LIMIT,

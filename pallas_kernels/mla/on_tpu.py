@@ -15,11 +15,15 @@ from pallas_kernels.mla.blocks import (
     LANES,
     NO_KEY,
     NO_QUERY,
+    ONE_ROW,
+    How,
     Plan,
     heads_a_program,
     up_to,
 )
 from pallas_kernels.mla.forward_kernel import forward
+
+PairOfRuns = tuple[Runs, Runs]  # of the queries, of the keys
 
 _MOST_LANES = 512  # of q and k, and of v, in one program
 
@@ -33,7 +37,12 @@ def _default_block(length: int) -> int:
 
 
 def plan_for(
-    pass_name: str, q: jax.Array, v: jax.Array, packed: bool, block: int | None = None
+    pass_name: str,
+    q: jax.Array,
+    v: jax.Array,
+    packed: bool,
+    block: int | None = None,
+    how: How = ONE_ROW,
 ) -> Plan:
     """How a call is cut; `block` overrides what is stored for the shape."""
     batch, length, heads, key_width = q.shape
@@ -48,9 +57,11 @@ def plan_for(
         block=size,
         num_blocks=up_to(length, size) // size,
         packed=packed,
-        skips=packed,
+        skips=packed and how.causal,
         dtype=q.dtype,
         scale=key_width**-0.5,
+        causal=how.causal,
+        out_dtype=how.out_dtype or v.dtype,
     )
 
 
@@ -76,29 +87,30 @@ def _rows(x: jax.Array, width: int, plan: Plan, runs: Runs | None) -> jax.Array:
     return x.reshape(batch, -1, heads * width)
 
 
-def _operands(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):
+def _operands(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, runs: PairOfRuns | None):
+    query_runs, key_runs = runs or (None, None)
     return (
-        _rows(q, plan.key_width, plan, runs),
-        _rows(k, plan.key_width, plan, runs),
-        _rows(v, plan.value_width, plan, runs),
+        _rows(q, plan.key_width, plan, query_runs),
+        _rows(k, plan.key_width, plan, key_runs),
+        _rows(v, plan.value_width, plan, key_runs),
     )
 
 
-def _run_operands(plan: Plan, runs: Runs | None) -> tuple[jax.Array, ...]:
+def _run_operands(plan: Plan, runs: PairOfRuns | None) -> tuple[jax.Array, ...]:
     """Query runs, key runs, first key block of each query block, last query block of each key's.
 
     Run numbers never fall along a row, so the blocks that share a document lie side by side.
     """
     if runs is None:
         return ()
-    past = ((0, 0), (0, plan.num_blocks * plan.block - runs.number.shape[1]))
-    rows = [
-        jnp.pad(jnp.where(runs.real, runs.number, none), past, constant_values=none)[:, None]
-        for none in (NO_QUERY, NO_KEY)
-    ]
-    number = jnp.pad(runs.number, past, mode='edge')
-    number = number.reshape(number.shape[0], plan.num_blocks, plan.block)
-    starts, ends = number[:, :, 0], number[:, :, -1]
+    past = ((0, 0), (0, plan.num_blocks * plan.block - runs[0].number.shape[1]))
+    rows, blocks = [], []
+    for one, none in zip(runs, (NO_QUERY, NO_KEY), strict=True):
+        number = jnp.where(one.real, one.number, none)
+        rows.append(jnp.pad(number, past, constant_values=none)[:, None])
+        number = jnp.pad(one.number, past, mode='edge')
+        blocks.append(number.reshape(number.shape[0], plan.num_blocks, plan.block))
+    starts, ends = blocks[0][:, :, 0], blocks[1][:, :, -1]
     meets = ends[:, None, :] >= starts[:, :, None]  # [B, query block, key block]
     first_key = jnp.sum(~meets, axis=2, dtype=jnp.int32)
     last_query = jnp.sum(meets, axis=1, dtype=jnp.int32) - 1
@@ -112,10 +124,15 @@ def _unrows(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def attention_on_tpu(
-    interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None
+    interpret: bool,
+    how: How,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    runs: PairOfRuns | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o [B, T, H, V], log denominators and largest logits a query, [B, H, T] float32."""
-    plan = plan_for('forward', q, v, runs is not None)
+    plan = plan_for('forward', q, v, runs is not None, how=how)
     *given, first_key, _ = _run_operands(plan, runs) or (None, None)
     given = (*given, first_key) if given else ()
     call = functools.partial(forward, plan=plan, interpret=interpret)
@@ -126,21 +143,25 @@ def attention_on_tpu(
 
 def gradients_on_tpu(
     interpret: bool,
+    how: How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    runs: Runs | None,
+    runs: PairOfRuns | None,
     o: jax.Array,
     lse: jax.Array,
     do: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v from what `attention_on_tpu` returned and the cotangent of o."""
-    plan = plan_for('backward', q, v, runs is not None)
+    """Gradients of q, k and v from what `attention_on_tpu` returned and the cotangent of o.
+
+    With keys in several parts, o and lse are those of all parts together.
+    """
+    plan = plan_for('backward', q, v, runs is not None, how=how)
     *given, _, last_query = _run_operands(plan, runs) or (None, None)
     given = (*given, last_query) if given else ()
     do = do.astype(v.dtype)
     if runs is not None:
-        do = jnp.where(runs.real[:, :, None, None], do, 0)
+        do = jnp.where(runs[0].real[:, :, None, None], do, 0)
     delta = jnp.einsum(
         'bthv,bthv->bht', do.astype(jnp.float32), o.astype(jnp.float32), precision='highest'
     )

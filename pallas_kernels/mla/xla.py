@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.segments import Runs
-from pallas_kernels.mla.blocks import LOWEST
+from pallas_kernels.mla.blocks import LOWEST, How
 
 BLOCK = 128  # tokens; scores of a block stay in cache
 LONG = 4096  # tokens from which larger blocks keep the loops short
@@ -22,12 +22,13 @@ NO_RUN = -1  # of padding; matches nothing
 
 
 class _Blocks(NamedTuple):
-    """q, k: [n, B, H, block, qk]; v: [n, B, H, block, V]; run: [n, B, block] int32."""
+    """q, k: [n, B, H, block, qk]; v: [n, B, H, block, V]; runs: [n, B, block] int32."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    run: jax.Array
+    query_run: jax.Array
+    key_run: jax.Array
 
 
 def _wide(x: jax.Array) -> jnp.dtype:
@@ -56,31 +57,36 @@ def _rows(x: jax.Array, length: int) -> jax.Array:
     return jnp.swapaxes(_joined(x, length)[..., 0], 1, 2)
 
 
-def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None) -> _Blocks:
+def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, runs: tuple[Runs, Runs] | None) -> _Blocks:
     batch, length = q.shape[:2]
     block = _block_of(length)
-    if runs is None:
-        run = jnp.zeros((batch, length), jnp.int32)
-    else:
-        run = jnp.where(runs.real, runs.number, NO_RUN)
-    run = jnp.pad(run, ((0, 0), (0, -length % block)), constant_values=NO_RUN)
-    run = jnp.moveaxis(run.reshape(batch, -1, block), 1, 0)
-    return _Blocks(_split(q, block), _split(k, block), _split(v, block), run)
+
+    def numbers(one: Runs | None) -> jax.Array:
+        if one is None:
+            run = jnp.zeros((batch, length), jnp.int32)
+        else:
+            run = jnp.where(one.real, one.number, NO_RUN)
+        run = jnp.pad(run, ((0, 0), (0, -length % block)), constant_values=NO_RUN)
+        return jnp.moveaxis(run.reshape(batch, -1, block), 1, 0)
+
+    split = (_split(x, block) for x in (q, k, v))
+    return _Blocks(*split, *(numbers(one) for one in runs or (None, None)))
 
 
-def _scores(blocks: _Blocks, i: jax.Array, j: jax.Array, q: jax.Array) -> jax.Array:
+def _scores(blocks: _Blocks, i: jax.Array, j: jax.Array, q: jax.Array, causal: bool) -> jax.Array:
     """Masked scores [B, H, block, block] of query block i and key block j."""
     scores = jnp.einsum('bhqd,bhkd->bhqk', q, blocks.k[j], preferred_element_type=_wide(q))
-    size = scores.shape[-1]
-    row, column = blocks.run[i][:, None, :, None], blocks.run[j][:, None, None, :]
-    place = jnp.arange(size)
-    earlier = (i * size + place)[:, None] >= j * size + place
-    seen = (row == column) & (row != NO_RUN) & earlier
+    row, column = blocks.query_run[i][:, None, :, None], blocks.key_run[j][:, None, None, :]
+    seen = (row == column) & (row != NO_RUN)
+    if causal:
+        size = scores.shape[-1]
+        place = jnp.arange(size)
+        seen &= (i * size + place)[:, None] >= j * size + place
     return jnp.where(seen, scores * q.shape[-1] ** -0.5, LOWEST)
 
 
 def attention_xla(
-    q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None
+    how: How, q: jax.Array, k: jax.Array, v: jax.Array, runs: tuple[Runs, Runs] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o [B, T, H, V], log denominators and largest logits a query, [B, H, T] in float32 or wider.
 
@@ -88,14 +94,17 @@ def attention_xla(
     """
     length, blocks = q.shape[1], _blocks(q, k, v, runs)
     num_blocks, *lead, _ = blocks.q.shape
-    wide = _wide(q)
+    wide, out = _wide(q), how.out_dtype or v.dtype
+
+    def end(i: jax.Array) -> jax.Array | int:
+        return i + 1 if how.causal else num_blocks
 
     def rows(i: jax.Array) -> tuple[jax.Array, ...]:
         q = blocks.q[i]
 
         def step(j, carry):
             top, total, mixed = carry
-            scores = _scores(blocks, i, j, q)
+            scores = _scores(blocks, i, j, q, how.causal)
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
             weights = jnp.exp(scores - new_top)
             shrink = jnp.exp(top - new_top)
@@ -108,9 +117,9 @@ def attention_xla(
 
         top = jnp.full((*lead, 1), LOWEST, wide)
         mixed = jnp.zeros((*lead, blocks.v.shape[-1]), wide)
-        top, total, mixed = lax.fori_loop(0, i + 1, step, (top, jnp.zeros_like(top), mixed))
-        real = (blocks.run[i] != NO_RUN)[:, None, :, None]
-        o = jnp.where(real, mixed / total, 0).astype(blocks.v.dtype)
+        top, total, mixed = lax.fori_loop(0, end(i), step, (top, jnp.zeros_like(top), mixed))
+        real = (blocks.query_run[i] != NO_RUN)[:, None, :, None]
+        o = jnp.where(real, mixed / total, 0).astype(out)
         return o, top + jnp.log(total), jnp.where(real, top, -jnp.inf)
 
     o, log_total, top = lax.map(rows, jnp.arange(num_blocks))
@@ -118,10 +127,11 @@ def attention_xla(
 
 
 def attention_xla_gradients(
+    how: How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    runs: Runs | None,
+    runs: tuple[Runs, Runs] | None,
     o: jax.Array,
     log_total: jax.Array,
     do: jax.Array,
@@ -130,18 +140,23 @@ def attention_xla_gradients(
     length, blocks = q.shape[1], _blocks(q, k, v, runs)
     wide, block = _wide(q), _block_of(q.shape[1])
     scale = q.shape[-1] ** -0.5
+    out = how.out_dtype or q.dtype
+
+    def end(i: jax.Array) -> jax.Array | int:
+        return i + 1 if how.causal else blocks.k.shape[0]
+
     o, do = _split(o, block), _split(do, block)
     log_total = _split(jnp.swapaxes(log_total, 1, 2)[..., None], block)
 
     def rows(carry, i):
         q, do_i = blocks.q[i], do[i]
-        real = (blocks.run[i] != NO_RUN)[:, None, :, None]
+        real = (blocks.query_run[i] != NO_RUN)[:, None, :, None]
         do_i = jnp.where(real, do_i, 0)
         mean = jnp.sum(do_i.astype(wide) * o[i].astype(wide), axis=-1, keepdims=True)
 
         def step(j, carry):
             dq, dk, dv = carry
-            weights = jnp.exp(_scores(blocks, i, j, q) - log_total[i])
+            weights = jnp.exp(_scores(blocks, i, j, q, how.causal) - log_total[i])
             d_weights = jnp.einsum(
                 'bhqv,bhkv->bhqk', do_i, blocks.v[j], preferred_element_type=wide
             )
@@ -152,10 +167,10 @@ def attention_xla_gradients(
             dq += jnp.einsum('bhqk,bhkd->bhqd', d_scores, blocks.k[j], preferred_element_type=wide)
             return dq, dk.at[j].add(to_k), dv.at[j].add(to_v)
 
-        dq, dk, dv = lax.fori_loop(0, i + 1, step, (jnp.zeros(q.shape, wide), *carry))
-        return (dk, dv), dq.astype(q.dtype)
+        dq, dk, dv = lax.fori_loop(0, end(i), step, (jnp.zeros(q.shape, wide), *carry))
+        return (dk, dv), dq.astype(out)
 
     zeros = jnp.zeros(blocks.k.shape, wide), jnp.zeros(blocks.v.shape, wide)
     (dk, dv), dq = lax.scan(rows, zeros, jnp.arange(blocks.q.shape[0]))
-    dk, dv = dk.astype(k.dtype), dv.astype(v.dtype)
+    dk, dv = dk.astype(out), dv.astype(out)
     return _joined(dq, length), _joined(dk, length), _joined(dv, length)

@@ -170,26 +170,44 @@ def test_a_state_of_data_cut_in_another_way_is_refused(corpus, field, value):
         here.set_state(state)
 
 
-def test_processes_read_disjoint_documents_that_are_all_documents(corpus):
+def test_streams_read_disjoint_documents_that_are_all_documents(corpus):
     config, texts = corpus
+    config = dataclasses.replace(config, num_streams=2)
     train = {text for i, text in enumerate(texts) if i % 10 != 9}
     seen = []
-    for index in range(2):
-        iterator = loader.train_iterator(config, TOKENIZER, process_index=index, process_count=2)
-        batches = take(iterator, 60)
+    for number in range(2):
+        batches = take(loader.train_iterator(config, TOKENIZER, streams=[number]), 60)
         assert batches[0]['tokens'].shape == (2, 32)
         seen.append(set(documents_of(batches)))
     assert not seen[0] & seen[1]
     assert seen[0] | seen[1] == train
 
 
+def test_batches_do_not_depend_on_who_reads_which_stream(corpus):
+    """Two readers of one stream each, stopped; one reader of both goes on from there."""
+    config = dataclasses.replace(corpus[0], num_streams=2)
+    whole = take(loader.train_iterator(config, TOKENIZER), 6)
+    readers = [loader.train_iterator(config, TOKENIZER, streams=[number]) for number in range(2)]
+    for batch in whole[:3]:
+        parts = [next(reader) for reader in readers]
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in batch}
+        assert_equal([joined], [batch])
+    states = [json.loads(json.dumps(reader.get_state())) for reader in readers]
+    positions = {n: p for state in states for n, p in state['positions'].items()}
+    resumed = loader.train_iterator(config, TOKENIZER)
+    resumed.set_state({'data': states[0]['data'], 'positions': positions})
+    assert_equal(take(resumed, 3), whole[3:])
+    with pytest.raises(ValueError, match=r"stream 1 is missing, found \['0'\]"):
+        resumed.set_state(states[0])
+
+
 def test_what_cannot_be_shared_out_is_an_error(corpus):
     config, _ = corpus
-    with pytest.raises(ValueError, match='batch_size: got 4, wanted a multiple of the 3 processes'):
-        loader.train_iterator(config, TOKENIZER, process_count=3)
-    many = config_lib.DataConfig(**{**vars(config), 'batch_size': 64})
+    with pytest.raises(ValueError, match=r'got 4, wanted a multiple of data.num_streams \(3\)'):
+        dataclasses.replace(config, num_streams=3)
+    many = dataclasses.replace(config, batch_size=64, num_streams=64)
     with pytest.raises(ValueError, match='got 37 training documents, wanted at least one for each'):
-        loader.train_iterator(many, TOKENIZER, process_count=64)
+        loader.train_iterator(many, TOKENIZER)
 
 
 def test_held_out_batches_hold_every_held_out_document_once_and_then_padding(corpus):
@@ -207,17 +225,8 @@ def test_held_out_batches_hold_every_held_out_document_once_and_then_padding(cor
     assert all(batch['tokens'].shape == (4, 32) for batch in batches)
 
 
-def test_held_out_batches_stop_at_the_maximum_and_share_rows_among_processes(corpus):
-    config, _ = corpus
-    whole = list(loader.held_out_batches(config, TOKENIZER, 1))
-    assert len(whole) == 1
-    parts = [
-        list(loader.held_out_batches(config, TOKENIZER, 1, process_index=i, process_count=2))
-        for i in range(2)
-    ]
-    for name, array in whole[0].items():
-        joined = np.concatenate([part[0][name] for part in parts])
-        np.testing.assert_array_equal(joined, array)
+def test_held_out_batches_stop_at_the_maximum(corpus):
+    assert len(list(loader.held_out_batches(corpus[0], TOKENIZER, 1))) == 1
 
 
 def test_a_document_in_pieces_ends_once(tmp_path):

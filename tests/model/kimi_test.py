@@ -11,8 +11,8 @@ import pytest
 from configs import kimi_k3
 from k3jax.model.cache import init_cache
 from k3jax.model.kimi import Kimi, decode, forward, init_params, prefill
-from k3jax.model.layer import Run
 from k3jax.model.plan import depth_plan, stack_params, unstack_params
+from k3jax.model.run import Run
 from tests import tiny
 from tests.compare import assert_close, relative_error
 from tests.oracles import kimi as oracle
@@ -33,7 +33,7 @@ CONFIGS = {
 
 def build(config, dtype, scan=True, remat='none'):
     """A model and its parameters in `dtype`, as it takes them."""
-    model = Kimi(config, Run(dtype, None, remat), scan)
+    model = Kimi(config, Run(dtype, None, remat, 'xla'), scan)
     params = stack_params(tiny.random_params(config), model.plan, np.stack)
     return model, jax.tree.map(lambda a: a if a.dtype == np.uint8 else a.astype(dtype), params)
 
@@ -253,7 +253,7 @@ def test_bfloat16_logits_are_within_a_few_roundings_of_float32():
         (1,), (2,), num_experts_per_token=6
     )  # every expert, so that no choice can flip
     model, params = build(config, np.float32)
-    narrow = Kimi(config, Run(jnp.bfloat16))
+    narrow = Kimi(config, Run(jnp.bfloat16, implementation='xla'))
     got = jax.jit(lambda p: forward(narrow, p, tokens))(params)
     assert got.dtype == jnp.float32
     want = jax.jit(lambda p: forward(model, p, tokens))(params)
@@ -270,7 +270,7 @@ def small_k3(num_layers):
 
 
 def training_program(num_layers):
-    model = Kimi(small_k3(num_layers), Run(jnp.bfloat16, jnp.float32, 'layer'))
+    model = Kimi(small_k3(num_layers), Run(jnp.bfloat16, jnp.float32, 'layer', 'xla'))
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     rows = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 

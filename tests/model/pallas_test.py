@@ -13,8 +13,8 @@ from configs import kimi_k3
 from k3jax.aot.chips import chip_of
 from k3jax.aot.compiler import has_libtpu, lower_for
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layer import Run
 from k3jax.model.plan import stack_params
+from k3jax.model.run import Run
 from k3jax.train.optim import leaf_labels, make_optimizer
 from k3jax.train.step import TrainState, make_train_step
 from tests import tiny

@@ -13,9 +13,9 @@ from configs import kimi_k3, kimi_linear_48b
 from k3jax.config import LinearAttnConfig
 from k3jax.model import kimi, layer
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layer import Run
 from k3jax.model.layout import Leaf, layer_leaves, model_leaves
 from k3jax.model.plan import depth_plan, layer_specs, stack_params, stacks, unstack_params
+from k3jax.model.run import Run
 from tests import tiny
 
 K3 = kimi_k3.get_config().model
@@ -55,9 +55,12 @@ def test_k3_expert_counts():
 
 def test_k3_folds_into_its_first_block_six_equal_ones_and_its_tail():
     four = 'kda-moe kda-moe kda-moe mla-moe'
-    first = [(0, 'kda-dense', 1), (1, 'kda-moe', 2), (3, 'mla-moe', 1), (4, four, 2)]
-    tail = [(0, 'kda-moe', 3), (3, 'mla-moe', 1), (4, 'kda-moe', 3), (7, 'mla-moe', 2)]
-    assert summary(depth_plan(K3)) == [(0, 1, first), (12, 6, [(0, four, 3)]), (84, 1, tail)]
+    first = [(0, 'kda-dense kda-moe kda-moe mla-moe', 1), (4, four, 2)]
+    tail = [(0, four, 2), (8, 'mla-moe', 1)]
+    plan = depth_plan(K3)
+    assert summary(plan) == [(0, 1, first), (12, 6, [(0, four, 3)]), (84, 1, tail)]
+    assert [run.count for run in plan[0].segments[0].runs] == [1, 2, 1]
+    assert len(list(stacks(plan))) == 10
 
 
 @pytest.mark.parametrize('scan', [True, False])

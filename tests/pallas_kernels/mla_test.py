@@ -12,16 +12,21 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from pallas_kernels.common.segments import runs_of
+from pallas_kernels.common.segments import Runs, runs_of
 from pallas_kernels.mla import (
+    Part,
+    attend_part,
     backward_kernel,
     causal_attention,
+    merged,
     on_tpu,
     page_width,
     paged,
     paged_decode,
+    part_gradients,
     xla,
 )
+from pallas_kernels.mla.blocks import ONE_ROW, How
 from tests.compare import assert_close, relative_error
 
 SHAPE = (2, 24, 2, 12, 6)  # B, T, H, qk, V
@@ -287,10 +292,58 @@ class TestImplementations:
         *arguments, do = random_arguments(9, shape=shape)
         ids = packed_ids(*shape[:2], seed=3)
         runs = runs_of(jnp.asarray(ids))
-        o, lse, top = on_tpu.attention_on_tpu(interpret, *arguments, runs)
-        gradients = on_tpu.gradients_on_tpu(interpret, *arguments, runs, o, lse, do)
+        o, lse, top = on_tpu.attention_on_tpu(interpret, ONE_ROW, *arguments, (runs, runs))
+        gradients = on_tpu.gradients_on_tpu(
+            interpret, ONE_ROW, *arguments, (runs, runs), o, lse, do
+        )
         got = dict(zip(('o', *'qkv', 'top'), (o, *gradients, top.max(axis=(0, 2))), strict=True))
         assert_close(got, oracle(*arguments, ids, do), 1e-5)
+
+    @pytest.mark.parametrize('implementation', ['xla', 'pallas', 'races'])
+    def test_parts_of_the_keys_join(self, implementation):
+        """Two halves of a row: what the second half reads of both is what the whole row says."""
+        batch, length, half = 1, 544, 272
+        *arguments, do = random_arguments(5, shape=(batch, length, 2, 64, 32))
+        ids = packed_ids(batch, length, seed=5)
+        runs = runs_of(jnp.asarray(ids))
+        early, late = slice(0, half), slice(half, None)
+
+        def of(at):
+            return Runs(runs.number[:, at], runs.real[:, at])
+
+        q, do_late = arguments[0][:, late], do[:, late]
+        pieces = [
+            (q, *(x[:, at] for x in arguments[1:]), (of(late), of(at))) for at in (early, late)
+        ]
+        if implementation == 'races':
+            interpret = pltpu.InterpretParams(detect_races=True)
+            how = [How(causal, jnp.dtype('float32')) for causal in (False, True)]
+
+            def attend(i):
+                return Part(*on_tpu.attention_on_tpu(interpret, how[i], *pieces[i]))
+
+            def back(i, joined):
+                return on_tpu.gradients_on_tpu(
+                    interpret, how[i], *pieces[i], joined.o, joined.lse, do_late
+                )
+        else:
+
+            def attend(i):
+                return attend_part(*pieces[i], causal=i == 1, implementation=implementation)
+
+            def back(i, joined):
+                options = {'causal': i == 1, 'implementation': implementation}
+                return part_gradients(*pieces[i], joined.o, joined.lse, do_late, **options)
+
+        joined = merged(attend(0), attend(1))
+        (dq_early, *d_early), (dq_late, *d_late) = back(0, joined), back(1, joined)
+        want = oracle(*arguments, ids, np.concatenate([0 * do[:, early], do_late], axis=1))
+        got = {'o': joined.o, 'q': dq_early + dq_late}
+        assert_close(got, {name: want[name][:, late] for name in got}, 1e-5)
+        got = dict(
+            zip('kv', map(lambda a, b: np.concatenate([a, b], 1), d_early, d_late), strict=True)
+        )
+        assert_close(got, {name: want[name] for name in got}, 1e-5)
 
     def test_bad_input_is_refused(self):
         q, k, v, _ = random_arguments(shape=(1, 4, 2, 64, 32))

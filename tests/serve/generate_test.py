@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layer import Run
+from k3jax.model.run import Run
 from k3jax.serve import generate as generate_lib
 from k3jax.serve.sampling import sample
 from k3jax.train.eval import logits_of
 from tests import tiny
 
 CONFIG = tiny.k3(max_position_embeddings=600)
-MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32')), scan_layers=False)
+RUN = Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla')
+MODEL = Kimi(CONFIG, RUN, scan_layers=False)
 
 
 @pytest.fixture(scope='module')

@@ -10,12 +10,12 @@ import pytest
 
 from k3jax.data.tokenizer import byte_tokenizer
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layer import Run
+from k3jax.model.run import Run
 from k3jax.train import eval as eval_lib
 from tests import tiny
 
 CONFIG = tiny.k3(vocab_size=512)
-MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32')))
+MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla'))
 TOKENIZER = byte_tokenizer()
 
 

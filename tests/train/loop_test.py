@@ -41,6 +41,10 @@ def config(tmp_path):
     )
 
 
+def trainer(config, workdir):
+    return Trainer(config, str(workdir), jax.devices()[:1])
+
+
 def with_train(config, **fields):
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **fields))
 
@@ -58,10 +62,10 @@ def stop_after(step):
 
 
 def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not(config, tmp_path):
-    straight = Trainer(config, str(tmp_path / 'a')).run()
-    stopped = Trainer(config, str(tmp_path / 'b')).run(stop_after(3))
+    straight = trainer(config, tmp_path / 'a').run()
+    stopped = trainer(config, tmp_path / 'b').run(stop_after(3))
     assert not stopped.finished and int(stopped.state.step) == 3
-    resumed = Trainer(config, str(tmp_path / 'b')).run()
+    resumed = trainer(config, tmp_path / 'b').run()
     assert resumed.finished and int(resumed.state.step) == 6
     for a, b in zip(leaves(straight.state), leaves(resumed.state), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -74,15 +78,15 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not(config, tm
 
 
 def test_a_finished_run_has_nothing_left_to_do(config, tmp_path):
-    first = Trainer(config, str(tmp_path / 'a')).run()
-    again = Trainer(config, str(tmp_path / 'a')).run()
+    first = trainer(config, tmp_path / 'a').run()
+    again = trainer(config, tmp_path / 'a').run()
     assert again.finished
     for a, b in zip(leaves(first.state), leaves(again.state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_the_newest_checkpoints_are_kept(config, tmp_path):
-    Trainer(with_train(config, keep_checkpoints=2), str(tmp_path / 'a')).run()
+    trainer(with_train(config, keep_checkpoints=2), tmp_path / 'a').run()
     kept = sorted(int(path.name) for path in (tmp_path / 'a/checkpoints').iterdir())
     assert kept == [4, 6]
 
@@ -97,9 +101,9 @@ def damage(checkpoint: pathlib.Path) -> None:
 def test_an_unreadable_newest_checkpoint_is_set_aside_and_the_one_before_taken(
     config, tmp_path, caplog
 ):
-    straight = Trainer(config, str(tmp_path / 'a')).run()
+    straight = trainer(config, tmp_path / 'a').run()
     damage(tmp_path / 'a/checkpoints/6')
-    resumed = Trainer(config, str(tmp_path / 'a')).run()
+    resumed = trainer(config, tmp_path / 'a').run()
     assert 'checkpoint of step 6 cannot be read' in caplog.text
     assert (tmp_path / 'a/unreadable_checkpoint_6').exists()
     assert (tmp_path / 'a/checkpoints/6').exists()
@@ -108,10 +112,10 @@ def test_an_unreadable_newest_checkpoint_is_set_aside_and_the_one_before_taken(
 
 
 def test_no_readable_checkpoint_is_an_error(config, tmp_path):
-    Trainer(with_train(config, num_steps=2), str(tmp_path / 'a')).run()
+    trainer(with_train(config, num_steps=2), tmp_path / 'a').run()
     damage(tmp_path / 'a/checkpoints/2')
     with pytest.raises(ValueError, match=r'none of the checkpoints \[2\] can be read'):
-        Trainer(config, str(tmp_path / 'a')).run()
+        trainer(config, tmp_path / 'a').run()
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_goes_on(
@@ -119,22 +123,22 @@ def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_goe
 ):
     """The update of a step ruins what the loss of that step could not show yet."""
     config = with_train(config, checkpoint_every=1)
-    Trainer(with_train(config, num_steps=2), str(tmp_path / 'a')).run()
+    trainer(with_train(config, num_steps=2), tmp_path / 'a').run()
     wild = dataclasses.replace(
         config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0)
     )
     with pytest.raises(NonFiniteLoss, match=r'is (nan|inf) at step 3; the newest .* of step 2'):
-        Trainer(wild, str(tmp_path / 'a')).run()
-    outcome = Trainer(config, str(tmp_path / 'a')).run()
+        trainer(wild, tmp_path / 'a').run()
+    outcome = trainer(config, tmp_path / 'a').run()
     assert outcome.finished
     assert all(np.isfinite(leaf).all() for leaf in leaves(outcome.state))
 
 
 def test_a_workdir_of_another_model_is_an_error_that_names_the_field(config, tmp_path):
-    Trainer(with_train(config, num_steps=2), str(tmp_path / 'a')).run()
+    trainer(with_train(config, num_steps=2), tmp_path / 'a').run()
     other = dataclasses.replace(config, model=tiny.k3(vocab_size=512, hidden_size=32))
     with pytest.raises(ValueError, match=r'model\.hidden_size is 24 there, 32 here'):
-        Trainer(other, str(tmp_path / 'a'))
+        trainer(other, tmp_path / 'a')
 
 
 def test_a_run_stopped_before_its_first_checkpoint_leaves_no_double_records(config, tmp_path):
@@ -142,7 +146,7 @@ def test_a_run_stopped_before_its_first_checkpoint_leaves_no_double_records(conf
     path = tmp_path / 'a/metrics.jsonl'
     path.parent.mkdir()
     path.write_text(json.dumps({'step': 1, 'loss': 9.0}) + '\n{"step": 2, "lo')
-    Trainer(with_train(config, num_steps=2), str(tmp_path / 'a')).run()
+    trainer(with_train(config, num_steps=2), tmp_path / 'a').run()
     steps = [json.loads(line)['step'] for line in path.read_text().splitlines()]
     assert steps == [1, 2]
 
@@ -150,7 +154,7 @@ def test_a_run_stopped_before_its_first_checkpoint_leaves_no_double_records(conf
 def test_a_mistake_in_the_config_leaves_no_trace(config, tmp_path):
     data = dataclasses.replace(config.data, source=str(tmp_path / 'nothing'))
     with pytest.raises((ValueError, OSError)):
-        Trainer(dataclasses.replace(config, data=data), str(tmp_path / 'a'))
+        trainer(dataclasses.replace(config, data=data), tmp_path / 'a')
     packed = tiny.k3(
         vocab_size=512,
         experts_format='mxfp4',
@@ -158,7 +162,7 @@ def test_a_mistake_in_the_config_leaves_no_trace(config, tmp_path):
         routed_expert_hidden_size=32,
     )
     with pytest.raises(ValueError, match='packed experts have no gradient'):
-        Trainer(dataclasses.replace(config, model=packed), str(tmp_path / 'a'))
+        trainer(dataclasses.replace(config, model=packed), tmp_path / 'a')
     assert not (tmp_path / 'a').exists()
 
 
@@ -166,13 +170,13 @@ def test_a_folder_of_another_kind_is_no_workdir(config, tmp_path):
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a' / checkpoint_lib.CONFIG_FILE).write_text('{"model_type": "x"}')
     with pytest.raises(ValueError, match='not the config of a training run'):
-        Trainer(config, str(tmp_path / 'a'))
+        trainer(config, tmp_path / 'a')
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_an_error(config, tmp_path):
     small = dataclasses.replace(config, model=tiny.k3(vocab_size=300))
     with pytest.raises(ValueError, match=r'has 512 tokens, wanted at most 300'):
-        Trainer(small, str(tmp_path / 'a'))
+        trainer(small, tmp_path / 'a')
 
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stays(config, tmp_path):
@@ -181,7 +185,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stay
 import resource, sys
 from tests.train import loop_test
 config = loop_test.saved_config({str(tmp_path / 'config.json')!r})
-trainer = loop_test.Trainer(config, {str(tmp_path / 'a')!r})
+trainer = loop_test.trainer(config, {str(tmp_path / 'a')!r})
 def limit(step):
     if step == 3:
         trainer.checkpoints.wait()
@@ -200,7 +204,7 @@ except OSError as error:
         [sys.executable, '-c', script], capture_output=True, text=True, env=os.environ | cache
     )
     assert 'OSERROR' in out.stdout and 'could not be written' in out.stdout, out.stderr[-2000:]
-    resumed = Trainer(config, str(tmp_path / 'a'))
+    resumed = trainer(config, tmp_path / 'a')
     assert int(resumed.start().step) == 2
 
 
@@ -214,5 +218,5 @@ def saved_config(path: str) -> Config:
         model=model_config_from_dict(fields['model']),
         optimizer=OptimizerConfig(**fields['optimizer']),
         data=DataConfig(**fields['data']),
-        train=TrainConfig(**fields['train']),
+        train=TrainConfig(**fields['train'] | {'keep': (), 'offload': ()}),
     )

@@ -11,13 +11,13 @@ import pytest
 from k3jax.config import OptimizerConfig
 from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, forward, init_params
-from k3jax.model.layer import Run
+from k3jax.model.run import Run
 from k3jax.train import losses, optim
 from k3jax.train.step import TrainState, make_train_step
 from tests import tiny
 
 CONFIG = tiny.k3()
-MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32')))
+MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla'))
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.5)
 
 
@@ -65,8 +65,8 @@ def test_loss_by_blocks_of_tokens_equals_loss_at_once(params, monkeypatch):
     targets = rng.integers(-1, CONFIG.vocab_size, (2, 9)).astype(np.int32)
 
     def values_and_gradient(hidden):
-        total = lambda h: losses.token_losses(params, h, targets).sum()  # noqa: E731
-        return losses.token_losses(params, hidden, targets), jax.grad(total)(hidden)
+        total = lambda h: losses.token_losses(params['lm_head'], h, targets).sum()  # noqa: E731
+        return losses.token_losses(params['lm_head'], hidden, targets), jax.grad(total)(hidden)
 
     at_once = values_and_gradient(hidden)
     monkeypatch.setattr(losses, 'LOGITS_AT_ONCE', 4 * CONFIG.vocab_size)

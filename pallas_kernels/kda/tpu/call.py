@@ -153,13 +153,21 @@ def _launch(
     layout = _Layout(plan, arrays, backward=name == 'kda_backward')
     inputs = layout.constants | arrays
     names = [*inputs, *outputs, 'state']
+    arrays_out = [layout.shapes[x] for x in outputs]
+    batch, length, width = arrays['k'].shape
+    products = 32 if name == 'kda_backward' else 14  # of K x V, a token and head
     results = pl.pallas_call(
         functools.partial(kernel, plan, names),
         name=name,
         grid=layout.grid,
         in_specs=[layout.specs[x] for x in inputs],
         out_specs=[layout.specs[x] for x in outputs],
-        out_shape=[layout.shapes[x] for x in outputs],
+        out_shape=arrays_out,
+        cost_estimate=pl.CostEstimate(
+            flops=products * batch * length * width * plan.value_width,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays.values(), *arrays_out)),
+            transcendentals=0,
+        ),
         scratch_shapes=[pltpu.VMEM((plan.heads, plan.key_width, plan.value_width), jnp.float32)],
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(
