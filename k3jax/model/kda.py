@@ -13,7 +13,7 @@ from k3jax.model.cache import KDACache
 from k3jax.model.norms import project
 from k3jax.model.run import Run
 from k3jax.parallel.kda_cp import sequence_kda
-from k3jax.parallel.sequence import Row, from_last, tokens_before
+from k3jax.parallel.sequence import Row, from_end, tokens_before
 from pallas_kernels.kda import Gate, kda, kda_decode_step, kda_gate, l2_normalize
 from pallas_kernels.short_conv import short_conv
 
@@ -75,7 +75,7 @@ def kda_mixer(
             implementation=run.implementation,
         )
         if row is not None and cache is not None:
-            tail = from_last(tail, num_shards)
+            tail = from_end(tail, row)
         return y.reshape(heads), tail
 
     (q, q_tail), (k, k_tail), (v, v_tail) = branch('q'), branch('k'), branch('v')

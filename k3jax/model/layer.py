@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.config import ModelConfig
@@ -41,6 +42,21 @@ class Sequence(NamedTuple):
     segment_ids: jax.Array | None
     length: jax.Array | None
     row: Row | None
+
+
+@jax.custom_vjp
+def _together(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+    """Its arguments; their gradients are passed on when all are there.
+
+    Else XLA may put off the gradients of the weights, and keep what they are made of for many
+    layers.
+    """
+    return x, params
+
+
+_together.defvjp(
+    lambda x, params: ((x, params), None), lambda _, grads: lax.optimization_barrier(grads)
+)
 
 
 class DecoderLayer(nn.Module):
@@ -77,7 +93,7 @@ class DecoderLayer(nn.Module):
                 implementation=run.implementation,
             )
 
-        prefix = checkpoint_name(prefix, 'layer_input')
+        prefix, params = _together(checkpoint_name(prefix, 'layer_input'), params)
         x = read('self_attention_res', 'input_layernorm', use_prefix)
         x = checkpoint_name(x, 'mixer_input')
         shared = {'segment_ids': sequence.segment_ids, 'cache': cache, 'row': sequence.row}

@@ -19,11 +19,13 @@ class Row(NamedTuple):
     Attributes:
       index: [], which part of the row this chip has.
       continues: [P, B] bool, whether the first document of part p began in an earlier part.
+      end: [B], the part with the row's last real token.
       runs: of the whole row, [B, T]; None where rows are one document without padding.
     """
 
     index: jax.Array
     continues: jax.Array
+    end: jax.Array
     runs: Runs | None
 
 
@@ -31,7 +33,8 @@ def row_of(batch: int, segment_ids: jax.Array | None, num_shards: int) -> Row:
     """The row's documents as every chip sees them; segment_ids: [B, T / P] int32 or None."""
     index = lax.axis_index(AXIS)
     if segment_ids is None:
-        return Row(index, jnp.ones((num_shards, batch), bool), None)
+        end = jnp.full(batch, num_shards - 1, jnp.int32)
+        return Row(index, jnp.ones((num_shards, batch), bool), end, None)
     ids = lax.all_gather(segment_ids, AXIS)  # [P, B, T / P]
     real = ids > 0
     # A part that is all padding passes on what comes into it.
@@ -44,8 +47,9 @@ def row_of(batch: int, segment_ids: jax.Array | None, num_shards: int) -> Row:
         return jnp.where(last > 0, last, carried), (first == 0) | (first == carried)
 
     _, continues = lax.scan(step, jnp.zeros_like(first[0]), (first, last))
+    end = num_shards - 1 - jnp.argmax(last[::-1] > 0, axis=0)
     whole = jnp.moveaxis(ids, 0, 1).reshape(batch, -1)
-    return Row(index, continues, runs_of(whole))
+    return Row(index, continues, end, runs_of(whole))
 
 
 def tokens_before(
@@ -70,7 +74,7 @@ def tokens_before(
     return before
 
 
-def from_last(x: jax.Array, num_shards: int) -> jax.Array:
-    """x as the last chip of the row has it, on all of them; not to be differentiated."""
-    own = lax.axis_index(AXIS) == num_shards - 1
-    return lax.psum(jnp.where(own, x, jnp.zeros_like(x)), AXIS)
+def from_end(x: jax.Array, row: Row) -> jax.Array:
+    """x [B, ...] as the chip with each row's last real token has it; not to be differentiated."""
+    own = (row.index == row.end).reshape(-1, *[1] * (x.ndim - 1))
+    return lax.psum(jnp.where(own, x, 0), AXIS)
