@@ -6,9 +6,11 @@ trigram model's, a sample, and loss.png.
 
 from __future__ import annotations
 
+import jax
 from absl import logging
 from etils import epath
 
+from k3jax import processes
 from k3jax.flags import define_config_flags, load_config, run_main, workdir
 from k3jax.serve.generate import generate
 from k3jax.train.loop import Outcome, Trainer
@@ -21,8 +23,7 @@ def print_sample(outcome: Outcome, prompt: str, num_tokens: int) -> None:
     """Continues `prompt`, at temperature 0.8."""
     tokenizer = outcome.tokenizer
     ids = generate(
-        outcome.model,
-        outcome.state.params,
+        *outcome.on_one_chip(),
         tokenizer.encode(prompt),
         max_new_tokens=num_tokens,
         temperature=0.8,
@@ -36,11 +37,13 @@ def print_sample(outcome: Outcome, prompt: str, num_tokens: int) -> None:
 def main(argv: list[str]) -> None:
     del argv
     config = load_config()
+    processes.start()
     trainer = Trainer(config, workdir())
     outcome = trainer.run()
     if not outcome.finished:
         return
-    plot_loss(trainer.workdir)
+    if jax.process_index() == 0:
+        plot_loss(trainer.workdir)
     logging.info(
         'evaluating on %d held-out batches, and a trigram model', config.train.eval_batches
     )
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> None:
         trainer.trigram(),
         epath.Path(workdir()) / 'loss.png',
     )
-    if config.train.sample_tokens:
+    if config.train.sample_tokens and jax.process_count() == 1:
         print_sample(outcome, config.train.sample_prompt, config.train.sample_tokens)
 
 

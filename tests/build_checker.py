@@ -29,6 +29,7 @@ DIRECTIONS = {
     'k3jax.config': (),
     'k3jax.overrides': ('k3jax.config',),
     'k3jax.flags': ('k3jax.config', 'k3jax.overrides'),
+    'k3jax.processes': (),
     'k3jax.parallel': ('k3jax.config', 'k3jax.parallel', 'pallas_kernels'),
     'k3jax.model': ('k3jax.config', 'k3jax.model', 'k3jax.parallel', 'pallas_kernels'),
     'k3jax.aot': ('k3jax.aot', 'pallas_kernels'),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from k3jax.config import Config
@@ -53,20 +54,31 @@ class Outcome(NamedTuple):
     tokenizer: Tokenizer
     finished: bool
 
+    def on_one_chip(self) -> tuple[Kimi, Any]:
+        """The model and its parameters, on the first chip; for a single process."""
+        model = self.model.clone(run=self.model.run._replace(parallel=None))
+        return model, jax.device_put(self.state.params, jax.devices()[0])
+
 
 class _StopRequest:
     """Remembers a SIGTERM until the current step is done."""
 
     def __enter__(self) -> _StopRequest:
-        self.asked = False
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._noted, self._alone = False, jax.process_count() == 1
+        if self._alone:
+            self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
+    def asked(self, step: int) -> bool:
+        """Whether to stop after `step`; several processes agree on it, whichever got the signal."""
+        return self._noted if self._alone else multihost_utils.reached_preemption_sync_point(step)
+
     def _note(self, *_: Any) -> None:
-        self.asked = True
+        self._noted = True
 
     def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        if self._alone:
+            signal.signal(signal.SIGTERM, self._before)
 
 
 def _check(config: Config, tokenizer: Tokenizer) -> None:
@@ -128,7 +140,7 @@ class Trainer:
         labels = leaf_labels(config.model, self.model.plan)
         self.optimizer = make_optimizer(config.optimizer, train.num_steps, labels)
         self._abstract = abstract_state(self.model, self.optimizer, self.mesh)
-        check_state_fits(self._abstract, devices[0])
+        check_state_fits(self._abstract, self.mesh.local_devices[0])
         try:
             self.workdir.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
@@ -236,7 +248,8 @@ class Trainer:
         first = step = int(state.step)
         watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
         saved, unchecked = step, None
-        while step < train.num_steps and not stop.asked:
+        stopped = False
+        while step < train.num_steps and not stopped:
             batch = self.placement.place(next(self.data))
             state, metrics = self._step(state, batch)
             step += 1
@@ -270,11 +283,12 @@ class Trainer:
                 self.save(state, batch)
                 saved = step
             on_step(step)
+            stopped = stop.asked(step)
         if saved != step:
             self._check_finite(step, unchecked)
             self.save(state, batch)
         self.checkpoints.wait()
-        if stop.asked and step < train.num_steps:
+        if stopped and step < train.num_steps:
             logging.info('SIGTERM: saved step %d; the same command goes on from there', step)
             return state, False
         return state, True

@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import jax
 from absl import logging
 from etils import epath
 from matplotlib.figure import Figure
@@ -30,17 +31,22 @@ def duration(seconds: float) -> str:
 class MetricsWriter:
     """Appends to `metrics.jsonl` and TensorBoard events in a workdir; one writer a run.
 
-    Records of steps after `start`, which the run is about to make again, are dropped.
+    Records of steps after `start`, which the run is about to make again, are dropped. Of several
+    processes, only the first writes.
     """
 
     def __init__(self, workdir: epath.Path, num_steps: int, start: int):
         self._path = workdir / 'metrics.jsonl'
         self._num_steps = num_steps
-        _drop_after(self._path, start)
-        self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start + 1)
+        self._events = None
+        if jax.process_index() == 0:
+            _drop_after(self._path, start)
+            self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One JSON object with `step` and `values`, and the same scalars for TensorBoard."""
+        if self._events is None:
+            return
         with self._path.open('a') as f:
             f.write(json.dumps({'step': step, **values}) + '\n')
         for name, value in values.items():
@@ -53,7 +59,8 @@ class MetricsWriter:
         logging.info('%s | %s | eta %s', done, ' | '.join(shown), eta)
 
     def close(self) -> None:
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def _drop_after(path: epath.Path, step: int) -> None:

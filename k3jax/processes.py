@@ -1,0 +1,52 @@
+"""How several processes become one run: flags, start-up, one log."""
+
+from __future__ import annotations
+
+import jax
+from absl import flags, logging
+
+_COORDINATOR = flags.DEFINE_string(
+    'coordinator', None, 'HOST:PORT of process 0, the same for every process of a run.'
+)
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Processes of the run.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0.')
+_FROM_ENVIRONMENT = flags.DEFINE_bool(
+    'distributed', False, 'Find the other processes from the environment, as on a TPU pod.'
+)
+_TIMEOUT = flags.DEFINE_integer(
+    'process_timeout',
+    100,
+    'Seconds after which a process that is not heard of ends the others.',
+    lower_bound=1,
+)
+
+
+def start() -> None:
+    """Joins the processes that the flags name; to be called before anything asks for a device.
+
+    Only process 0 logs what is not a warning.
+
+    Raises:
+      ValueError: the flags name no complete set of processes.
+    """
+    given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    timeouts = {
+        'initialization_timeout': _TIMEOUT.value,
+        'heartbeat_timeout_seconds': _TIMEOUT.value,
+    }
+    if _FROM_ENVIRONMENT.value:
+        if given != (None, None, None):
+            raise ValueError('--distributed: got --coordinator and such too, wanted one or other')
+        jax.distributed.initialize(**timeouts)
+    elif given != (None, None, None):
+        coordinator, count, number = given
+        if None in given:
+            raise ValueError(
+                f'--coordinator={coordinator} --num_processes={count} --process_id={number}: '
+                'wanted all three, or none for a single process'
+            )
+        if not 0 <= number < count:
+            raise ValueError(f'--process_id: got {number}, wanted 0..{count - 1}')
+        jax.distributed.initialize(coordinator, count, number, **timeouts)
+    if jax.process_index() > 0:
+        logging.set_verbosity(logging.WARNING)

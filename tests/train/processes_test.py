@@ -1,0 +1,159 @@
+"""Two processes of four devices train, are killed, and one process with one device goes on."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = """
+    from k3jax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+    from tests import tiny
+
+    def get_config():
+        return Config(
+            model=tiny.k3((1,), (2,), vocab_size=512, num_experts=8),
+            optimizer=OptimizerConfig(warmup_steps=1),
+            data=DataConfig(
+                source={corpus!r}, sequence_length=16, batch_size=4, num_streams=2,
+                held_out_every=5, shuffle_rows=8,
+            ),
+            train=TrainConfig(
+                num_steps=6, dtype='float32', log_every=1, checkpoint_every=2, eval_batches=1,
+                sample_tokens=0,
+            ),
+            mesh=MeshConfig(whole_below=0),
+        )
+    """
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('localhost', 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('run')
+    texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
+    (folder / 'corpus').mkdir()
+    rows = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
+    (folder / 'corpus' / 'a.jsonl').write_text(rows)
+    path = folder / 'config.py'
+    path.write_text(textwrap.dedent(CONFIG).format(corpus=str(folder / 'corpus')))
+    return path
+
+
+def start(config, workdir, devices, *args):
+    command = [sys.executable, '-m', 'experiments.train', f'--config={config}']
+    environment = os.environ | {
+        'JAX_NUM_CPU_DEVICES': str(devices),
+        'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
+    }
+    return subprocess.Popen(
+        [*command, f'--workdir={workdir}', *args],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def start_two(config, workdir, *args):
+    port = free_port()
+    return [
+        start(
+            config,
+            workdir,
+            4,
+            '--set=mesh.expert=2',
+            '--set=mesh.sequence=2',
+            f'--coordinator=localhost:{port}',
+            '--num_processes=2',
+            f'--process_id={number}',
+            *args,
+        )
+        for number in range(2)
+    ]
+
+
+def wait_for(path, processes):
+    for _ in range(3000):
+        if path.exists():
+            return
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.1)
+    raise AssertionError(f'{path} did not come')
+
+
+def losses(workdir):
+    rows = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+    return {row['step']: row['loss'] for row in rows if 'loss' in row}
+
+
+def test_two_processes_are_killed_and_one_goes_on(config, tmp_path):
+    alone = start(config, tmp_path / 'alone', 1)
+    text = alone.communicate(timeout=500)[0]
+    assert alone.returncode == 0, text[-3000:]
+
+    together = tmp_path / 'together'
+    processes = start_two(config, together)
+    wait_for(together / 'checkpoints' / '2', processes)
+    # Dies without a word: the other ends with an error, not with a hang.
+    processes[1].send_signal(signal.SIGKILL)
+    processes[0].send_signal(signal.SIGKILL)
+    for process in processes:
+        process.communicate(timeout=100)
+
+    resumed = start(config, together, 1)
+    text = resumed.communicate(timeout=500)[0]
+    assert resumed.returncode == 0, text[-3000:]
+    assert 'resumed from step' in text
+    got, want = losses(together), losses(tmp_path / 'alone')
+    assert got.keys() == want.keys() == set(range(1, 7))
+    np.testing.assert_allclose([got[n] for n in got], [want[n] for n in got], rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_other_and_leaves_the_last_checkpoint(config, tmp_path):
+    processes = start_two(
+        config, tmp_path / 'run', '--process_timeout=15', '--set=train.num_steps=100000'
+    )
+    wait_for(tmp_path / 'run' / 'checkpoints' / '2', processes)
+    processes[1].send_signal(signal.SIGKILL)
+    started = time.monotonic()
+    text = processes[0].communicate(timeout=120)[0]
+    assert processes[0].returncode != 0
+    assert time.monotonic() - started < 100, text[-2000:]
+    resumed = start(config, tmp_path / 'run', 1, '--set=train.num_steps=4')
+    text = resumed.communicate(timeout=500)[0]
+    assert resumed.returncode == 0 and 'resumed from step' in text, text[-3000:]
+
+
+@pytest.mark.parametrize(
+    ('args', 'message'),
+    [
+        (['--num_processes=2'], 'wanted all three, or none'),
+        (
+            ['--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
+            r'--process_id: got 2, wanted 0..1',
+        ),
+        (['--set=mesh.data=3'], 'got data=3, which is 3 chips, wanted the 1 there are; what fits'),
+    ],
+)
+def test_what_cannot_start_says_why(config, tmp_path, args, message):
+    process = start(config, tmp_path / 'run', 1, *args)
+    text = process.communicate(timeout=300)[0]
+    assert process.returncode == 1 and message in text, text[-2000:]
