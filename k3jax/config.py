@@ -10,6 +10,7 @@ ExpertsFormat = Literal['bf16', 'mxfp4']
 Dtype = Literal['float32', 'bfloat16']
 Remat = Literal['none', 'layer']
 Family = Literal['kimi_k3', 'kimi_linear']
+StateMemory = Literal['device', 'pinned_host']
 ExpertParallel = Literal['moon', 'plain']
 # Values inside a layer that a run may keep, or send to the host, where it recomputes the others.
 ACTIVATIONS = ('layer_input', 'mixer_input', 'mixer_output', 'ffn_input', 'ffn_output')
@@ -261,6 +262,7 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices only
+    state_memory: StateMemory = 'device'  # 'pinned_host': moments wait in the host's memory
     grad_clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
@@ -269,6 +271,12 @@ class OptimizerConfig:
             learning_rate=self.learning_rate,
             eps=self.eps,
             grad_clip_norm=self.grad_clip_norm,
+        )
+        _require(
+            self.state_memory in ('device', 'pinned_host'),
+            'optimizer.state_memory',
+            self.state_memory,
+            "'device' or 'pinned_host'",
         )
         _not_negative('optimizer', warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
         for name in ('b1', 'b2'):

@@ -85,14 +85,14 @@ def _train(config: Config, mesh: Mesh) -> Job:
     model, data = _model(config, mesh, 'train'), config.data
     labels = leaf_labels(config.model, model.plan)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
-    state = abstract_state(model, optimizer, mesh)
+    state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
     shape = data.batch_size, data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, cut))
     batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), rows)
     tokens = data.batch_size * data.sequence_length
     flops = tokens * flops_per_token(config.model, data.sequence_length, backward=True)
-    step = make_train_step(model, optimizer, config.train.grad_accum_steps, mesh)
+    step = make_train_step(model, optimizer, config.train.grad_accum_steps, mesh, state)
     return Job(step, (state, batch), (0,), flops, tokens, 'documents are as long as a row')
 
 

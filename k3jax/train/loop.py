@@ -139,7 +139,8 @@ class Trainer:
         )
         labels = leaf_labels(config.model, self.model.plan)
         self.optimizer = make_optimizer(config.optimizer, train.num_steps, labels)
-        self._abstract = abstract_state(self.model, self.optimizer, self.mesh)
+        memory = config.optimizer.state_memory
+        self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
         check_state_fits(self._abstract, self.mesh.local_devices[0])
         try:
             self.workdir.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,9 @@ class Trainer:
             ) from None
         self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
         self._step = jax.jit(
-            make_train_step(self.model, self.optimizer, train.grad_accum_steps, self.mesh),
+            make_train_step(
+                self.model, self.optimizer, train.grad_accum_steps, self.mesh, self._abstract
+            ),
             donate_argnums=0,
         )
         self._losses = losses_of(self.model, self.mesh)

@@ -13,13 +13,14 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax.config import ConfigError
+from k3jax.config import ConfigError, StateMemory
 from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, init_params, lm_head
 from k3jax.model.param import param_specs
 from k3jax.parallel.rules import AXES
 from k3jax.train.losses import token_losses
 
+HOST = 'pinned_host'
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
 Metrics = dict[str, jax.Array]
 
@@ -99,10 +100,12 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     grad_accum_steps: int,
     mesh: Mesh | None = None,
+    placed: TrainState | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The pure step function, to be jitted with the state donated.
 
     The loss is the mean over all targets of the batch, whatever the number of accumulation slices.
+    placed: the abstract state, where parts of it wait in the host's memory between steps.
     """
     gradient = make_gradient(model, grad_accum_steps, mesh)
 
@@ -111,12 +114,28 @@ def make_train_step(
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
         loss, grads = total / count, jax.tree.map(lambda g: g / count, grads)
         with jax.named_scope('optimizer'):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            opt_state = _moved(state.opt_state, placed, 'device')
+            updates, opt_state = optimizer.update(grads, opt_state, state.params)
+            opt_state = _moved(opt_state, placed, None)
             params = optax.apply_updates(state.params, updates)
         metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads), 'targets': count}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step
+
+
+def _moved(opt_state: Any, placed: TrainState | None, kind: str | None) -> Any:
+    """The optimizer's arrays in memory of a kind; None: where `placed` says they wait."""
+    if placed is None:
+        return opt_state
+
+    def move(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        home = abstract.sharding
+        if home.memory_kind != HOST:
+            return x
+        return jax.device_put(x, home if kind is None else home.with_memory_kind(kind))
+
+    return jax.tree.map(move, opt_state, placed.opt_state)
 
 
 def fresh_state(model: Kimi, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
@@ -125,8 +144,16 @@ def fresh_state(model: Kimi, optimizer: optax.GradientTransformation, key: jax.A
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 
-def abstract_state(model: Kimi, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and placement of the state; the optimizer's arrays lie as their parameters."""
+def abstract_state(
+    model: Kimi,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    state_memory: StateMemory = 'device',
+) -> TrainState:
+    """Shapes, dtypes and placement of the state; the optimizer's arrays lie as their parameters.
+
+    state_memory: where those arrays wait between steps.
+    """
     shapes = jax.eval_shape(lambda: fresh_state(model, optimizer, jax.random.key(0)))
     parallel, specs = model.run.parallel, {}
     if parallel is not None:
@@ -142,16 +169,20 @@ def abstract_state(model: Kimi, optimizer: optax.GradientTransformation, mesh: M
         names = _names(path)
         tails = (names[start:] for start in range(len(names)))
         spec = next((specs[tail] for tail in tails if tail in specs), PartitionSpec())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        if state_memory == HOST and x.ndim and path[0].name == 'opt_state':
+            sharding = sharding.with_memory_kind(HOST)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, shapes)
 
 
 def chip_bytes(abstract: Any) -> int:
-    """Bytes that one chip holds of arrays placed on a mesh."""
+    """Bytes that one chip holds of arrays placed on a mesh, but for those in the host's memory."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(abstract)
+        if x.sharding.memory_kind != HOST
     )
 
 
