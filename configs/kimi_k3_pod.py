@@ -1,6 +1,6 @@
 """Kimi K3 trained at 8,192 tokens on 4,096 v5p chips: 16,384 tokens a chip and step.
 
-Other slices and stages are --set away, such as `data.batch_size=512 data.num_streams=128` for 512.
+Other slices and stages are --set away, such as `data.batch_size=512 data.num_streams=512` for 512.
 """
 
 import dataclasses
@@ -13,6 +13,6 @@ def get_config() -> Config:
     return dataclasses.replace(
         get_kimi_k3(),
         mesh=MeshConfig(expert=64),  # 14 experts a chip; data: what is left
-        data=DataConfig(sequence_length=8192, batch_size=8192, num_streams=1024),
+        data=DataConfig(sequence_length=8192, batch_size=8192, num_streams=8192),
         train=TrainConfig(num_steps=100_000, sample_tokens=0),
     )

@@ -10,6 +10,6 @@ def get_config() -> Config:
     return dataclasses.replace(
         get_kimi_linear(),
         mesh=MeshConfig(expert=16),  # 16 experts a chip
-        data=DataConfig(sequence_length=8192, batch_size=16, num_streams=4),
+        data=DataConfig(sequence_length=8192, batch_size=16, num_streams=16),
         train=TrainConfig(num_steps=100_000, sample_tokens=0),
     )

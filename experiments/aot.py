@@ -53,7 +53,7 @@ def _compiled() -> Report:
     mesh = mesh_for(config, _JOB.value, devices_of(_TOPOLOGY.value))
     # Kernels ask the mesh for the chip's generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        job = build_job(config, _JOB.value, mesh)
+        job = build_job(config, _JOB.value, mesh, chip.hbm_bytes)
         lowered = jax.jit(job.function, donate_argnums=job.donate).lower(*job.args)
     facts = {
         'config': flags.FLAGS.config,

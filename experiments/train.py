@@ -11,6 +11,7 @@ from absl import logging
 from etils import epath
 
 from k3jax import processes
+from k3jax.config import Config
 from k3jax.flags import define_config_flags, load_config, run_main, workdir
 from k3jax.serve.generate import generate
 from k3jax.train.loop import Outcome, Trainer
@@ -34,20 +35,19 @@ def print_sample(outcome: Outcome, prompt: str, num_tokens: int) -> None:
     logging.info('sample:\n%s%s', prompt, tokenizer.decode(list(ids)))
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    config = load_config()
-    processes.start()
+def train(config: Config) -> None:
+    """Trains, evaluates and samples; process 0 alone does what one can do alone."""
     trainer = Trainer(config, workdir())
     outcome = trainer.run()
     if not outcome.finished:
         return
-    if jax.process_index() == 0:
-        plot_loss(trainer.workdir)
     logging.info(
         'evaluating on %d held-out batches, and a trigram model', config.train.eval_batches
     )
     result = trainer.evaluate(outcome.state.params)
+    if jax.process_index() > 0:
+        return
+    plot_loss(trainer.workdir)
     logging.info(
         'held-out: %.3f bits a byte (trigram counted on the same data: %.3f); plot: %s',
         result.bits_per_byte,
@@ -56,6 +56,14 @@ def main(argv: list[str]) -> None:
     )
     if config.train.sample_tokens and jax.process_count() == 1:
         print_sample(outcome, config.train.sample_prompt, config.train.sample_tokens)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    config = load_config()
+    processes.start()
+    with processes.ends_together():
+        train(config)
 
 
 if __name__ == '__main__':

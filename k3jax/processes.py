@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
 import jax
 from absl import flags, logging
 
@@ -31,8 +37,8 @@ def start() -> None:
     """
     given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     timeouts = {
-        'initialization_timeout': _TIMEOUT.value,
         'heartbeat_timeout_seconds': _TIMEOUT.value,
+        'shutdown_timeout_seconds': _TIMEOUT.value,
     }
     if _FROM_ENVIRONMENT.value:
         if given != (None, None, None):
@@ -50,3 +56,19 @@ def start() -> None:
         jax.distributed.initialize(coordinator, count, number, **timeouts)
     if jax.process_index() > 0:
         logging.set_verbosity(logging.WARNING)
+
+
+@contextlib.contextmanager
+def ends_together() -> Iterator[None]:
+    """A context whose error ends this process at once where it is one of several.
+
+    A process that left in the ordinary way would wait for the others, and they for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        print(f'error: process {jax.process_index()}: {error}', file=sys.stderr, flush=True)
+        os._exit(1)

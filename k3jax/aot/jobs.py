@@ -19,7 +19,12 @@ from k3jax.parallel.mesh import check_fits, make_mesh
 from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
 from k3jax.train.optim import leaf_labels, make_optimizer
-from k3jax.train.step import abstract_state, make_train_step
+from k3jax.train.step import (
+    abstract_state,
+    check_state_fits,
+    check_trainable,
+    make_train_step,
+)
 
 JobName = Literal['train', 'prefill', 'decode']
 
@@ -54,10 +59,17 @@ def mesh_for(config: Config, job: JobName, devices: list[jax.Device]) -> Mesh:
     return make_mesh(check_fits(config, job, len(devices)), devices)
 
 
-def build_job(config: Config, job: JobName, mesh: Mesh) -> Job:
-    """The job's program for a mesh."""
-    build = {'train': _train, 'prefill': _prefill, 'decode': _decode}[job]
-    return build(config, mesh)
+def build_job(config: Config, job: JobName, mesh: Mesh, chip_bytes: int | None = None) -> Job:
+    """The job's program for a mesh.
+
+    chip_bytes: of a chip's memory; None to leave it to the compiler what fits.
+
+    Raises:
+      ConfigError: the model cannot be trained, or its state cannot lie on a chip.
+    """
+    if job == 'train':
+        return _train(config, mesh, chip_bytes)
+    return (_prefill if job == 'prefill' else _decode)(config, mesh)
 
 
 def _model(config: Config, mesh: Mesh, strategy: Strategy) -> Kimi:
@@ -70,7 +82,7 @@ def _model(config: Config, mesh: Mesh, strategy: Strategy) -> Kimi:
         offload=train.offload,
         parallel=parallel_of(mesh, config.mesh, strategy),
     )
-    return Kimi(config.model, run, scan_layers=True)
+    return Kimi(config.model, run, train.scan_layers)
 
 
 def _placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
@@ -81,11 +93,13 @@ def _placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def _train(config: Config, mesh: Mesh) -> Job:
+def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
+    check_trainable(config.model)
     model, data = _model(config, mesh, 'train'), config.data
     labels = leaf_labels(config.model, model.plan)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
     state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
+    check_state_fits(state, chip_bytes)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
     shape = data.batch_size, data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, cut))

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from k3jax.aot.memory import gib
 from k3jax.aot.report import Report, seconds
+from k3jax.parallel.rules import AXES
 
-AXES = ('data', 'expert', 'sequence', 'tensor')
 ROOT = pathlib.Path(__file__).parents[2]
 
 Settings = tuple[str, ...]  # values of --set

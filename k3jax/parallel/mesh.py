@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -21,22 +22,34 @@ def filled(config: MeshConfig, num_devices: int) -> MeshConfig:
     """`config` with data=-1 replaced by what the other axes leave.
 
     Raises:
-      ConfigError: the axes do not multiply to the number of devices; the message proposes some.
+      ConfigError: the axes do not multiply to the number of devices.
     """
+    mesh = _filled(config, num_devices)
+    problem = next(_count_problems(config, mesh, num_devices), None)
+    if problem:
+        raise ConfigError(problem)
+    return mesh
+
+
+def _filled(config: MeshConfig, num_devices: int) -> MeshConfig:
     rest = config.expert * config.sequence * config.tensor
     data = max(num_devices // rest, 1) if config.data == -1 else config.data
-    if data * rest != num_devices:
-        fits = _factorised(dataclasses.replace(config, data=data), num_devices)
-        raise ConfigError(
-            f'mesh: got {_shape(config)}, which is {data * rest} chips, wanted the {num_devices} '
-            f'there are; {_listed(fits)}'
-        )
-    if data % config.slices:
-        raise ConfigError(
-            f'mesh.slices: got {config.slices}, wanted a divisor of mesh.data ({data}): only rows '
-            'of a batch are cut across the data centre network'
-        )
     return dataclasses.replace(config, data=data)
+
+
+def _count_problems(config: MeshConfig, mesh: MeshConfig, num_devices: int) -> Iterator[str]:
+    """config: as it was written; mesh: filled."""
+    count = math.prod(getattr(mesh, axis) for axis in AXES)
+    if count != num_devices:
+        yield (
+            f'mesh: got {_shape(config)}, which is {count} chips, wanted the {num_devices} there '
+            'are'
+        )
+    if mesh.data % mesh.slices:
+        yield (
+            f'mesh.slices: got {mesh.slices}, wanted a divisor of mesh.data ({mesh.data}): only '
+            'rows of a batch are cut across the data centre network'
+        )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -49,9 +62,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     config = filled(config, len(devices))
     shape = [getattr(config, axis) for axis in AXES]
     if config.slices > 1:
+        found = len({getattr(device, 'slice_index', 0) for device in devices})
+        if found != config.slices:
+            raise ConfigError(f'mesh.slices: got {config.slices}, but the chips are in {found}')
         outer = [config.slices, 1, 1, 1]
         inner = [config.data // config.slices, *shape[1:]]
-        array = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
+        array = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, allow_split_physical_axes=True
+        )
     elif devices[0].platform == 'tpu':
         array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
@@ -65,22 +83,23 @@ def check_fits(config: Config, strategy: Strategy, num_devices: int) -> MeshConf
     Raises:
       ConfigError: names the numbers that do not divide and the nearest meshes that work.
     """
-    mesh = filled(config.mesh, num_devices)
-    problem = next(_problems(config, strategy, mesh), None)
+    mesh = _filled(config.mesh, num_devices)
+    counts = _count_problems(config.mesh, mesh, num_devices)
+    problem = next(itertools.chain(counts, _problems(config, strategy, mesh)), None)
     if problem is None:
         return mesh
-    fits = [
-        other
-        for other in _factorised(mesh, num_devices)
-        if not any(_problems(config, strategy, other))
-    ]
-    raise ConfigError(f'{problem}; {_listed(fits)}')
+    candidates = _factorised(mesh, num_devices)
+    fits = (other for other in candidates if not any(_problems(config, strategy, other)))
+    shown = [_shape(other) or 'data=1' for other in itertools.islice(fits, MOST_PROPOSALS)]
+    works = f'what fits: {"; ".join(shown)}' if shown else 'no mesh over these devices works'
+    raise ConfigError(f'{problem}; {works}')
 
 
 def _problems(config: Config, strategy: Strategy, mesh: MeshConfig) -> Iterator[str]:
-    model, data, accumulated = config.model, config.data, config.train.grad_accum_steps
+    model, data = config.model, config.data
+    accumulated = config.train.grad_accum_steps if strategy == 'train' else 1
     rows = mesh.data * mesh.expert
-    if strategy == 'train' and data.batch_size % (rows * accumulated):
+    if data.batch_size % (rows * accumulated):
         slices = f' x {accumulated} accumulation steps' if accumulated > 1 else ''
         yield (
             f'data.batch_size: got {data.batch_size}, wanted a multiple of the {rows} parts of a '
@@ -90,7 +109,9 @@ def _problems(config: Config, strategy: Strategy, mesh: MeshConfig) -> Iterator[
     pieces = 2 * mesh.sequence
     least = model.linear_attn_config.short_conv_kernel_size - 1
     length = data.sequence_length
-    if mesh.sequence > 1 and (length % pieces or length // mesh.sequence < least):
+    if mesh.sequence > 1 and strategy == 'decode':
+        yield f'mesh.sequence: got {mesh.sequence}, wanted 1: a decode step has one token a row'
+    elif mesh.sequence > 1 and (length % pieces or length // mesh.sequence < least):
         yield (
             f'data.sequence_length: got {length}, wanted a multiple of {pieces} (twice '
             f'mesh.sequence) that leaves each chip at least {least} tokens'
@@ -102,12 +123,15 @@ def _problems(config: Config, strategy: Strategy, mesh: MeshConfig) -> Iterator[
         yield f'{axes}: got {homes}, wanted a divisor of the {model.num_experts} experts'
     if mesh.tensor > 1 and strategy != 'decode':
         yield f'mesh.tensor: got {mesh.tensor}, wanted 1: only decoding splits heads'
-    for name, heads in (
+    for name, size in (
         ('num_attention_heads', model.num_attention_heads),
         ('linear_attn_config.num_heads', model.linear_attn_config.num_heads),
+        ('vocab_size', model.vocab_size),
+        ('intermediate_size', model.intermediate_size),
+        ('moe_intermediate_size x num_shared_experts', model.shared_intermediate_size),
     ):
-        if heads % mesh.tensor:
-            yield f'mesh.tensor: got {mesh.tensor}, wanted a divisor of model.{name} ({heads})'
+        if size % mesh.tensor:
+            yield f'mesh.tensor: got {mesh.tensor}, wanted a divisor of model.{name} ({size})'
 
 
 def _factorised(like: MeshConfig, num_devices: int) -> list[MeshConfig]:
@@ -134,10 +158,3 @@ def _factorised(like: MeshConfig, num_devices: int) -> list[MeshConfig]:
 
 def _shape(mesh: MeshConfig) -> str:
     return ' '.join(f'{axis}={getattr(mesh, axis)}' for axis in AXES if getattr(mesh, axis) != 1)
-
-
-def _listed(meshes: list[MeshConfig]) -> str:
-    if not meshes:
-        return 'no mesh over these devices works'
-    shown = (_shape(mesh) or 'data=1' for mesh in meshes[:MOST_PROPOSALS])
-    return f'what fits: {"; ".join(shown)}'

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from jax.sharding import PartitionSpec
 
 AXES = ('data', 'expert', 'sequence', 'tensor')
-Strategy = Literal['train', 'prefill', 'decode', 'cpu']
+Strategy = Literal['train', 'prefill', 'decode']
 
 
 class Described(Protocol):
@@ -87,7 +87,6 @@ RULES: Mapping[Strategy, Rules] = MappingProxyType(
             tokens=(),
             experts=('data', 'expert', 'tensor'),
         ),
-        'cpu': _rules({}, kept=(), rows=(), tokens=(), experts=()),
     }
 )
 

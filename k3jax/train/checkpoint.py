@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
+from jax.experimental import multihost_utils
 
 from k3jax import config as config_lib
 from k3jax.config import Config, DataConfig, ModelConfig
@@ -157,22 +159,13 @@ class Checkpoints:
         """
         steps = self.steps()
         for step in steps:
-            try:
-                found = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        params=ocp.args.StandardRestore(abstract.params),
-                        opt_state=ocp.args.StandardRestore(abstract.opt_state),
-                        data=ocp.args.JsonRestore(),
-                    ),
-                )
-            except Exception as error:
-                logging.error(
-                    'checkpoint of step %d cannot be read (%s: %s); trying the one before',
-                    step,
-                    type(error).__name__,
-                    _first_line(error),
-                )
+            found = self._restored(
+                step,
+                params=ocp.args.StandardRestore(abstract.params),
+                opt_state=ocp.args.StandardRestore(abstract.opt_state),
+                data=ocp.args.JsonRestore(),
+            )
+            if found is None:
                 continue
             self._set_aside([other for other in steps if other > step])
             number = jax.device_put(jax.numpy.int32(step), abstract.step.sharding)
@@ -184,30 +177,43 @@ class Checkpoints:
             )
         return None
 
+    def _restored(self, step: int, **args: Any) -> Any | None:
+        """What a checkpoint holds, or None where a process cannot read it; all agree on that."""
+        found = None
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(**args))
+        except Exception as error:
+            logging.error(
+                'checkpoint of step %d cannot be read (%s: %s); trying the one before',
+                step,
+                type(error).__name__,
+                _first_line(error),
+            )
+        if jax.process_count() > 1:
+            readable = multihost_utils.process_allgather(np.int32(found is not None))
+            return found if readable.all() else None
+        return found
+
     def _set_aside(self, steps: list[int]) -> None:
-        for step in steps:
+        if not steps:
+            return
+        multihost_utils.sync_global_devices('before setting aside')
+        for step in steps if jax.process_index() == 0 else ():
             target = self._folder.parent / f'unreadable_checkpoint_{step}'
             if target.exists():
                 target.rmtree()
             (self._folder / str(step)).rename(target)
             logging.warning('moved the unreadable checkpoint to %s', target)
-        if steps:
-            self._manager.reload()
+        multihost_utils.sync_global_devices('after setting aside')
+        self._manager.reload()
 
     def restore_params(self, abstract: Any) -> tuple[Any, int]:
         """Parameters alone, of the newest checkpoint that can be read, and its step."""
         steps = self.steps()
         for step in steps:
-            try:
-                args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
-                return self._manager.restore(step, args=args).params, step
-            except Exception as error:
-                logging.error(
-                    'checkpoint of step %d cannot be read (%s: %s); trying the one before',
-                    step,
-                    type(error).__name__,
-                    _first_line(error),
-                )
+            found = self._restored(step, params=ocp.args.StandardRestore(abstract))
+            if found is not None:
+                return found.params, step
         raise ValueError(
             f'{self._folder}: no checkpoint that can be read (found {steps or "none"}); '
             'train first, or point --checkpoint at a converted folder'

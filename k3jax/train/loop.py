@@ -35,6 +35,7 @@ from k3jax.train.step import (
     TrainState,
     abstract_state,
     check_state_fits,
+    check_trainable,
     fresh_state,
     losses_of,
     make_train_step,
@@ -84,11 +85,7 @@ class _StopRequest:
 def _check(config: Config, tokenizer: Tokenizer) -> None:
     """Raises for what would only go wrong later, or silently."""
     model, train = config.model, config.train
-    if model.experts_format != 'bf16':
-        raise ValueError(
-            f'model.experts_format: got {model.experts_format!r}, wanted bf16: packed experts '
-            'have no gradient'
-        )
+    check_trainable(model)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f'data.tokenizer: {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, wanted '
@@ -141,7 +138,8 @@ class Trainer:
         self.optimizer = make_optimizer(config.optimizer, train.num_steps, labels)
         memory = config.optimizer.state_memory
         self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
-        check_state_fits(self._abstract, self.mesh.local_devices[0])
+        memory_stats = self.mesh.local_devices[0].memory_stats() or {}
+        check_state_fits(self._abstract, memory_stats.get('bytes_limit'))
         try:
             self.workdir.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
@@ -157,7 +155,7 @@ class Trainer:
             ),
             donate_argnums=0,
         )
-        self._losses = losses_of(self.model, self.mesh)
+        self._losses = losses_of(self.model, self.mesh, train.grad_accum_steps)
 
     def start(self) -> TrainState:
         """The newest whole checkpoint, with the data put where it was; or a fresh state."""

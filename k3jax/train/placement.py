@@ -10,44 +10,52 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax.config import ConfigError, DataConfig
+from k3jax.config import DataConfig
 
 Batch = dict[str, Any]
 
 
 class Placement:
-    """Rows of this process and their place; rows: a slice of the batch; streams: of the data."""
+    """Which streams of the data this process reads, and the place of their rows.
 
-    def __init__(self, config: DataConfig, mesh: Mesh, spec: PartitionSpec):
-        """Raises ConfigError where the data's streams cannot be shared out to the processes."""
+    Chips of one host need not be neighbours along the mesh, so a process may hold any rows. It
+    reads every stream that has one of them; with one row a stream it reads no others.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        mesh: Mesh,
+        spec: PartitionSpec,
+        process_index: int | None = None,
+    ):
+        """process_index: whose rows; None for this process's."""
+        process = jax.process_index() if process_index is None else process_index
         self._sharding = NamedSharding(mesh, spec)
         self._shape = config.batch_size, config.sequence_length
-        mine = self._sharding.addressable_devices_indices_map(self._shape).values()
-        first = min(index[0].start or 0 for index in mine)
-        end = max(config.batch_size if i[0].stop is None else i[0].stop for i in mine)
-        self.rows = slice(first, end)
-        size = config.batch_size // config.num_streams
-        if first % size or end % size:
-            raise ConfigError(
-                f'data.num_streams: got {config.num_streams}, wanted a multiple of the '
-                f'{config.batch_size // (end - first)} groups of processes that read different rows'
-            )
-        self.streams = range(first // size, end // size)
+        self._rows_a_stream = config.batch_size // config.num_streams
+        indices = self._sharding.devices_indices_map(self._shape).items()
+        mine = [index[0] for device, index in indices if device.process_index == process]
+        rows = np.unique(np.concatenate([np.arange(self._shape[0])[at] for at in mine]))
+        self.streams = tuple(int(n) for n in np.unique(rows // self._rows_a_stream))
 
     def place(self, batch: Batch) -> Batch:
-        """This process's rows as part of arrays over the whole mesh."""
-        return {name: self._placed(array, self.rows.start) for name, array in batch.items()}
+        """Rows of this process's streams, in their order, as arrays over the whole mesh."""
+        size = self._rows_a_stream
+        here = np.concatenate([np.arange(n * size, (n + 1) * size) for n in self.streams])
+        where = np.full(self._shape[0], -1)
+        where[here] = np.arange(len(here))
+        return {name: self._placed(array, where) for name, array in batch.items()}
 
     def place_whole(self, batch: Batch) -> Batch:
         """A batch of which every process has all rows, as arrays over the mesh."""
-        return {name: self._placed(array, 0) for name, array in batch.items()}
+        where = np.arange(self._shape[0])
+        return {name: self._placed(array, where) for name, array in batch.items()}
 
-    def _placed(self, array: np.ndarray, first: int) -> jax.Array:
+    def _placed(self, array: np.ndarray, where: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...]) -> np.ndarray:
             rows, tokens = index
-            start = (rows.start or 0) - first
-            stop = (self._shape[0] if rows.stop is None else rows.stop) - first
-            return array[start:stop, tokens]
+            return array[where[rows]][:, tokens]
 
         return jax.make_array_from_callback(self._shape, self._sharding, part)
 

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax.config import ConfigError, StateMemory
+from k3jax.config import ConfigError, ModelConfig, StateMemory
 from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, init_params, lm_head
 from k3jax.model.param import param_specs
@@ -40,15 +40,30 @@ def batch_losses(model: Kimi, params: Any, batch: Batch) -> jax.Array:
 
 
 @functools.cache
-def losses_of(model: Kimi, mesh: Mesh | None = None) -> Callable[[Any, Batch], jax.Array]:
-    """`batch_losses` compiled: (params, batch) -> [B, T], whole on every chip."""
-    losses = functools.partial(batch_losses, model)
+def losses_of(
+    model: Kimi, mesh: Mesh | None = None, num_slices: int = 1
+) -> Callable[[Any, Batch], jax.Array]:
+    """`batch_losses` compiled: (params, batch) -> [B, T], whole on every chip.
+
+    num_slices: as in training, of which one is in memory at a time.
+    """
+
+    def losses(params: Any, batch: Batch) -> jax.Array:
+        if num_slices == 1:
+            return batch_losses(model, params, batch)
+        found = lax.map(functools.partial(batch_losses, model, params), _slices(batch, num_slices))
+        return found.reshape(-1, found.shape[-1])
+
     parallel = model.run.parallel
     if parallel is None:
         return jax.jit(losses)
     specs, cut = param_specs(model.config, model.plan, parallel), parallel.batch_spec
     losses = jax.shard_map(losses, mesh=mesh, in_specs=(specs, cut), out_specs=cut, check_vma=False)
     return jax.jit(losses, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _slices(batch: Batch, num_slices: int) -> Batch:
+    return jax.tree.map(lambda x: x.reshape(num_slices, -1, *x.shape[1:]), batch)
 
 
 def make_gradient(
@@ -64,13 +79,12 @@ def make_gradient(
     def accumulate(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
         if grad_accum_steps == 1:
             return gradient(params, batch)
-        slices = jax.tree.map(lambda x: x.reshape(grad_accum_steps, -1, *x.shape[1:]), batch)
 
         def add(total: Any, one: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, gradient(params, one)), None
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        return lax.scan(add, zero, slices)[0]
+        return lax.scan(add, zero, _slices(batch, grad_accum_steps))[0]
 
     parallel = model.run.parallel
     if parallel is None:
@@ -186,16 +200,23 @@ def chip_bytes(abstract: Any) -> int:
     )
 
 
-def check_state_fits(abstract: TrainState, device: jax.Device, limit: int | None = None) -> None:
+def check_trainable(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that has no gradient."""
+    if config.experts_format != 'bf16':
+        raise ConfigError(
+            f'model.experts_format: got {config.experts_format!r}, wanted bf16: packed experts '
+            'have no gradient'
+        )
+
+
+def check_state_fits(abstract: TrainState, limit: int | None) -> None:
     """Refuses a state that, with its gradient, cannot lie on a chip.
 
-    limit: the chip's bytes; None for what the device says, if it says anything.
+    limit: the chip's bytes; None where they are not known.
 
     Raises:
       ConfigError: with the numbers.
     """
-    if limit is None:
-        limit = (device.memory_stats() or {}).get('bytes_limit')
     state, gradient = chip_bytes(abstract), chip_bytes(abstract.params)
     if limit is not None and state + gradient > limit:
         gib = 2**30

@@ -117,6 +117,14 @@ def _run_operands(plan: Plan, runs: PairOfRuns | None) -> tuple[jax.Array, ...]:
     return *rows, first_key, last_query
 
 
+def _masked(q: jax.Array, runs: PairOfRuns | None, how: How, block: int) -> PairOfRuns | None:
+    """Runs that keep keys past the last one out, where being causal does not."""
+    if runs is not None or how.causal or q.shape[1] % block == 0:
+        return runs
+    one = Runs(jnp.zeros(q.shape[:2], jnp.int32), jnp.ones(q.shape[:2], bool))
+    return one, one
+
+
 def _unrows(x: jax.Array, like: jax.Array) -> jax.Array:
     """The inverse of `_rows`."""
     batch, length, heads, width = like.shape
@@ -132,6 +140,7 @@ def attention_on_tpu(
     runs: PairOfRuns | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o [B, T, H, V], log denominators and largest logits a query, [B, H, T] float32."""
+    runs = _masked(q, runs, how, plan_for('forward', q, v, False, how=how).block)
     plan = plan_for('forward', q, v, runs is not None, how=how)
     *given, first_key, _ = _run_operands(plan, runs) or (None, None)
     given = (*given, first_key) if given else ()
@@ -156,6 +165,7 @@ def gradients_on_tpu(
 
     With keys in several parts, o and lse are those of all parts together.
     """
+    runs = _masked(q, runs, how, plan_for('backward', q, v, False, how=how).block)
     plan = plan_for('backward', q, v, runs is not None, how=how)
     *given, _, last_query = _run_operands(plan, runs) or (None, None)
     given = (*given, last_query) if given else ()

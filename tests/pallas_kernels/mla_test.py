@@ -299,12 +299,15 @@ class TestImplementations:
         got = dict(zip(('o', *'qkv', 'top'), (o, *gradients, top.max(axis=(0, 2))), strict=True))
         assert_close(got, oracle(*arguments, ids, do), 1e-5)
 
-    @pytest.mark.parametrize('implementation', ['xla', 'pallas', 'races'])
-    def test_parts_of_the_keys_join(self, implementation):
+    @pytest.mark.parametrize(
+        ('implementation', 'packed'),
+        [('xla', True), ('xla', False), ('pallas', True), ('pallas', False), ('races', True)],
+    )
+    def test_parts_of_the_keys_join(self, implementation, packed):
         """Two halves of a row: what the second half reads of both is what the whole row says."""
         batch, length, half = 1, 544, 272
         *arguments, do = random_arguments(5, shape=(batch, length, 2, 64, 32))
-        ids = packed_ids(batch, length, seed=5)
+        ids = packed_ids(batch, length, seed=5) if packed else np.ones((batch, length), np.int32)
         runs = runs_of(jnp.asarray(ids))
         early, late = slice(0, half), slice(half, None)
 
@@ -313,7 +316,8 @@ class TestImplementations:
 
         q, do_late = arguments[0][:, late], do[:, late]
         pieces = [
-            (q, *(x[:, at] for x in arguments[1:]), (of(late), of(at))) for at in (early, late)
+            (q, *(x[:, at] for x in arguments[1:]), (of(late), of(at)) if packed else None)
+            for at in (early, late)
         ]
         if implementation == 'races':
             interpret = pltpu.InterpretParams(detect_races=True)

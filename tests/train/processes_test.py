@@ -111,7 +111,6 @@ def test_two_processes_are_killed_and_one_goes_on(config, tmp_path):
     together = tmp_path / 'together'
     processes = start_two(config, together)
     wait_for(together / 'checkpoints' / '2', processes)
-    # Dies without a word: the other ends with an error, not with a hang.
     processes[1].send_signal(signal.SIGKILL)
     processes[0].send_signal(signal.SIGKILL)
     for process in processes:
@@ -140,6 +139,28 @@ def test_a_process_that_dies_ends_the_other_and_leaves_the_last_checkpoint(confi
     resumed = start(config, tmp_path / 'run', 1, '--set=train.num_steps=4')
     text = resumed.communicate(timeout=500)[0]
     assert resumed.returncode == 0 and 'resumed from step' in text, text[-3000:]
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_every_row_stop_together_and_finish(config, tmp_path):
+    """Every chip works on every row: both processes read both streams."""
+    shared = ['--set=mesh.expert=1', '--set=mesh.sequence=8', '--set=data.batch_size=2']
+    shared += ['--set=train.eval_every=3', '--set=train.num_steps=8']
+    processes = start_two(config, tmp_path / 'run', *shared)
+    wait_for(tmp_path / 'run' / 'checkpoints' / '2', processes)
+    processes[1].send_signal(signal.SIGTERM)  # only one is told
+    texts = [process.communicate(timeout=500)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert 'the same command goes on from there' in texts[0]
+    processes = start_two(config, tmp_path / 'run', *shared)
+    texts = [process.communicate(timeout=500)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+    assert 'resumed from step' in texts[0] and 'held-out:' in texts[0]
+    assert not texts[1].strip(), texts[1]  # one log
+    assert (tmp_path / 'run' / 'loss.png').exists()
+    rows = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+    steps = [row['step'] for row in map(json.loads, rows) if 'loss' in row]
+    assert steps == list(range(1, 9))
 
 
 @pytest.mark.parametrize(
