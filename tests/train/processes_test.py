@@ -103,6 +103,7 @@ def losses(workdir):
     return {row['step']: row['loss'] for row in rows if 'loss' in row}
 
 
+@pytest.mark.slow
 def test_two_processes_are_killed_and_one_goes_on(config, tmp_path):
     alone = start(config, tmp_path / 'alone', 1)
     text = alone.communicate(timeout=500)[0]
@@ -145,6 +146,7 @@ def test_a_process_that_dies_ends_the_other_and_leaves_the_last_checkpoint(confi
 def test_two_processes_that_share_every_row_stop_together_and_finish(config, tmp_path):
     """Every chip works on every row: both processes read both streams."""
     shared = ['--set=mesh.expert=1', '--set=mesh.sequence=8', '--set=data.batch_size=2']
+    shared += ['--set=data.sequence_length=48']
     shared += ['--set=train.eval_every=3', '--set=train.num_steps=8']
     processes = start_two(config, tmp_path / 'run', *shared)
     wait_for(tmp_path / 'run' / 'checkpoints' / '2', processes)
@@ -156,7 +158,8 @@ def test_two_processes_that_share_every_row_stop_together_and_finish(config, tmp
     texts = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     assert 'resumed from step' in texts[0] and 'held-out:' in texts[0]
-    assert not texts[1].strip(), texts[1]  # one log
+    ours = [line for line in texts[1].splitlines() if '[Gloo]' not in line]
+    assert not ours, ours  # one log
     assert (tmp_path / 'run' / 'loss.png').exists()
     rows = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
     steps = [row['step'] for row in map(json.loads, rows) if 'loss' in row]
