@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from k3jax.config import ModelConfig
@@ -62,8 +61,7 @@ def declare(module: nn.Module, leaves: Tree, stddev: float, run: Run) -> dict[st
     def gather(held: Any, entry: Leaf | Tree) -> Any:
         if isinstance(entry, Leaf):
             if entry.init == 'normal' and not entry.exact and entry.dtype != 'uint8':
-                # Behind a barrier, or XLA rounds the stacked parameters of all layers at once.
-                held = lax.optimization_barrier(held).astype(run.dtype)
+                held = held.astype(run.dtype)
             return parallel.gather(held, entry)
         return {name: gather(held[name], child) for name, child in entry.items()}
 
