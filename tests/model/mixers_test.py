@@ -12,12 +12,14 @@ from k3jax.model import mla
 from k3jax.model.cache import KDACache, MLACache
 from k3jax.model.kda import kda_mixer
 from k3jax.model.moe import moe
+from k3jax.model.run import Run
 from tests import tiny
 from tests.compare import relative_error
 from tests.oracles import kimi as oracle
 
 EXACT = 1e-12  # of float64 against float64, relative
 B, T = 2, 11
+RUN = Run(jnp.dtype('float64'), implementation='xla')
 
 
 def arguments(config, layer, part, length=T, dtype=np.float64):
@@ -49,7 +51,8 @@ KDA_VARIANTS = {
 @pytest.mark.parametrize('config', KDA_VARIANTS.values(), ids=KDA_VARIANTS)
 def test_kda_layer_equals_the_oracle(config):
     params, x = arguments(config, 1, 'self_attn')
-    got, cache = run(kda_mixer, params, x, config=config, segment_ids=None, cache=None)
+    shared = {'segment_ids': None, 'cache': None, 'run': RUN}
+    got, cache = run(kda_mixer, params, x, config=config, **shared)
     assert cache is None
     for b in range(B):
         assert relative_error(got[b], oracle.kda_mixer(params, x[b], config)[0]) < EXACT
@@ -64,7 +67,9 @@ def test_kda_state_is_keys_by_values_and_beta_is_a_sigmoid_once():
     tail = np.zeros((B, c.short_conv_kernel_size - 1, c.num_heads * c.head_dim))
     empty = KDACache(np.zeros((B, c.num_heads, c.head_dim, c.head_dim)), tail, tail, tail)
     _, cache = run(
-        lambda params, x, cache: kda_mixer(params, x, config, segment_ids=None, cache=cache),
+        lambda params, x, cache: kda_mixer(
+            params, x, config, segment_ids=None, cache=cache, run=RUN
+        ),
         params, x, empty,
     )  # fmt: skip
     for b in range(B):
@@ -89,7 +94,8 @@ MLA_VARIANTS = {
 @pytest.mark.parametrize('config', MLA_VARIANTS.values(), ids=MLA_VARIANTS)
 def test_mla_layer_equals_the_oracle(config):
     params, x = arguments(config, 3, 'self_attn')
-    got, _ = run(mla.mla_mixer, params, x, config=config, segment_ids=None, cache=None, length=None)
+    rest = {'segment_ids': None, 'cache': None, 'length': None, 'run': RUN}
+    got, _ = run(mla.mla_mixer, params, x, config=config, **rest)
     for b in range(B):
         assert relative_error(got[b], oracle.mla_mixer(params, x[b], config)) < EXACT
 
@@ -99,7 +105,7 @@ def test_latent_epsilon_is_its_own_and_matters_for_small_latents():
     assert config.mla_latent_norm_eps == 1e-6 != config.rms_norm_eps
     params, x = arguments(config, 3, 'self_attn')
     params['kv_a_proj_with_mqa'] *= 1e-2
-    rest = {'segment_ids': None, 'cache': None, 'length': None}
+    rest = {'segment_ids': None, 'cache': None, 'length': None, 'run': RUN}
     got, _ = run(mla.mla_mixer, params, x, config=config, **rest)
     assert relative_error(got[0], oracle.mla_mixer(params, x[0], config)) < EXACT
     other = dataclasses.replace(config, mla_latent_norm_eps=config.rms_norm_eps)
@@ -117,7 +123,9 @@ def test_cached_attention_equals_the_layer_whatever_the_block_of_keys(monkeypatc
     cache = MLACache(np.full((B, size, config.kv_lora_rank), 7.0), np.full((B, size, 4), 7.0))
 
     def call(params, x, cache, length, ids):
-        return mla.mla_mixer(params, x, config, segment_ids=ids, cache=cache, length=length)
+        return mla.mla_mixer(
+            params, x, config, segment_ids=ids, cache=cache, length=length, run=RUN
+        )
 
     zero = np.zeros(B, np.int32)
     got, cache = run(call, params, x[:, :9], cache, zero, np.ones((B, 9), np.int32))
@@ -149,7 +157,7 @@ MOE_VARIANTS = {
 @pytest.mark.parametrize('config', MOE_VARIANTS.values(), ids=MOE_VARIANTS)
 def test_moe_equals_the_oracle(config):
     params, x = arguments(config, 2, 'block_sparse_moe')
-    got = run(moe, params, x, config=config)
+    got = run(moe, params, x, config=config, run=RUN)
     for b in range(B):
         assert relative_error(got[b], oracle.moe(params, x[b], config)) < EXACT
 
@@ -158,7 +166,7 @@ def test_moe_gradients_equal_central_differences():
     config = tiny.k3()
     params, x = arguments(config, 2, 'block_sparse_moe')
     dy = np.random.default_rng(3).standard_normal(x[0].shape)
-    loss = lambda params, x: jnp.sum(dy * moe(params, x, config)[0])  # noqa: E731
+    loss = lambda params, x: jnp.sum(dy * moe(params, x, config, RUN)[0])  # noqa: E731
     d_params, dx = jax.tree.map(np.asarray, run(jax.grad(loss, argnums=(0, 1)), params, x[:1]))
     assert not np.any(d_params['e_score_correction_bias'])
     rng = np.random.default_rng(4)
