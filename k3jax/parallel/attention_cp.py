@@ -102,8 +102,11 @@ def _by_piece(x: jax.Array, num_shards: int) -> jax.Array:
 
 def _pieces(static: _Static, compressed: jax.Array, row: Row) -> _Pieces:
     whole = lax.all_gather(compressed, AXIS, axis=1, tiled=True)
+    # What depends on the documents alone is the same in every layer: without the barrier, JAX takes
+    # it out of a scan over layers, and keeps all masks of all steps at once.
+    whole, runs = lax.optimization_barrier((whole, row.runs))
     split = functools.partial(_by_piece, num_shards=static.num_shards)
-    return _Pieces(split(whole), None if row.runs is None else jax.tree.map(split, row.runs))
+    return _Pieces(split(whole), None if runs is None else jax.tree.map(split, runs))
 
 
 class _Step(NamedTuple):
