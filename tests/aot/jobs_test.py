@@ -45,7 +45,7 @@ def test_a_step_on_64_chips_has_our_kernels_and_moves_tokens_not_expert_tables()
         tiny(MeshConfig(expert=8, sequence=2, whole_below=0)), 'train', 'v5p:4x4x4'
     )
     names = kernels_of(program)
-    for kernel in ('attn_res', 'kda', 'short_conv', 'mla'):
+    for kernel in ('attn_res', 'kda', 'mla'):
         assert {f'{kernel}_forward', f'{kernel}_backward'} <= names, names
     assert {'grouped_gate_up', 'grouped_down', 'grouped_weight_gradient'} <= names, names
     kinds = collective_bytes(program)

@@ -98,14 +98,16 @@ def packed_ids(length=MAIN[1]):
     return np.array([first[:length], second[:length]], np.int32)
 
 
+@pytest.mark.parametrize('implementation', [*PLAIN, pytest.param('pallas', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('regime', REGIMES)
+def test_every_gate_regime(implementation, regime):
+    inputs, cotangents = random_inputs(WHOLE, regime)
+    check(implementation, inputs, None, cotangents)
+
+
 @pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
 class TestAgainstFloat64:
     """Outputs, final state and all gradients."""
-
-    @pytest.mark.parametrize('regime', REGIMES)
-    def test_every_gate_regime(self, implementation, regime):
-        inputs, cotangents = random_inputs(WHOLE, regime)
-        check(implementation, inputs, None, cotangents)
 
     @pytest.mark.parametrize('regime', REGIMES)
     def test_every_gate_regime_with_packed_documents_and_padding(self, implementation, regime):

@@ -17,7 +17,7 @@ from tests import tiny
 
 
 def test_eight_devices_then_four_then_one_hold_the_same_bits(tmp_path):
-    config = tiny.k3(num_experts=8)
+    config = tiny.k3((1,), (2,), num_experts=8)
     before = None
     for number, axes in enumerate(({'expert': 4, 'sequence': 2}, {'expert': 2}, {})):
         mesh_config = MeshConfig(whole_below=0, **axes)

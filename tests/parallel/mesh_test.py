@@ -162,6 +162,7 @@ def test_a_chip_of_4096_holds_its_share_of_k3_and_no_whole_expert_table():
 def test_the_state_is_made_in_parts_that_equal_the_whole():
     """No output of the program is larger on a chip than its share; the values are those of one."""
     config = run_config(MeshConfig(data=2, expert=2, sequence=2, whole_below=0))
+    config = dataclasses.replace(config, model=tiny.k3((1,), (2,), num_experts=8))
     mesh = make_mesh(config.mesh)
     run = Run(jnp.float32, jnp.float32, implementation='xla')
     model = Kimi(config.model, run._replace(parallel=parallel_of(mesh, config.mesh, 'train')))
