@@ -30,7 +30,8 @@ from k3jax.model.run import Run
 from k3jax.serve.load import Loaded, open_model
 from k3jax.train.optim import leaf_labels, make_optimizer
 from k3jax.train.profile import op_scopes, time_by_scope
-from k3jax.train.step import TrainState, make_train_step
+from k3jax.train.state import TrainState
+from k3jax.train.step import make_train_step
 
 _CONFIG = flags.DEFINE_string('config', 'configs/kimi_linear_38m.py', 'Whose model to time.')
 _RELEASE = flags.DEFINE_string('release', None, 'Released-format folder to time instead.')

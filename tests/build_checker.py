@@ -32,9 +32,15 @@ DIRECTIONS = {
     'k3jax.processes': (),
     'k3jax.parallel': ('k3jax.config', 'k3jax.parallel', 'pallas_kernels'),
     'k3jax.model': ('k3jax.config', 'k3jax.model', 'k3jax.parallel', 'pallas_kernels'),
-    'k3jax.aot': ('k3jax.aot', 'pallas_kernels'),
+    'k3jax.aot': ('k3jax.aot', 'k3jax.model.scopes', 'pallas_kernels'),
     'k3jax.aot.sweep': ('k3jax.aot', 'k3jax.parallel'),
-    'k3jax.aot.jobs': ('k3jax.config', 'k3jax.model', 'k3jax.parallel', 'k3jax.train'),
+    'k3jax.aot.jobs': (
+        'k3jax.config',
+        'k3jax.model',
+        'k3jax.parallel',
+        'k3jax.serve',
+        'k3jax.train',
+    ),
     'k3jax.data': ('k3jax.config', 'k3jax.data'),
     'k3jax.convert': ('k3jax.config', 'k3jax.convert', 'k3jax.model'),
     'k3jax.train': (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,24 +18,10 @@ from etils import epath
 from k3jax.aot.chips import Chip
 from k3jax.aot.program import KERNEL_OP, Op, Program, kernel_name
 from k3jax.aot.work import COLLECTIVES
+from k3jax.model.scopes import scope_of
 
 # Bytes a second that a chip sends: 90 GB/s one way for each axis of the torus.
 ICI_BANDWIDTH = {'v5p': 270e9, 'v6e': 180e9}
-
-# First match wins; op names carry the Flax module path, the named scopes and the kernels' names.
-SCOPES = (
-    ('gather_parameters', re.compile(r'gather_parameters')),
-    ('attn_res', re.compile(r'attn_res')),
-    ('kda_mixer', re.compile(r'kda_mixer|/kda_|short_conv')),
-    ('mla_mixer', re.compile(r'mla_mixer|/mla_')),
-    ('block_sparse_moe', re.compile(r'block_sparse_moe|/grouped_|token_mlp')),
-    ('mlp', re.compile(r'[/(]mlp[/)]')),
-    ('loss', re.compile(r'[/(](loss|head)[/)]')),
-    ('optimizer', re.compile(r'optimizer')),
-    # What a scan over layers cuts out of stacked arrays and puts into them.
-    ('layer_stack', re.compile(r'while/body/jit\(dynamic(_update)?_index_in_dim\)')),
-)
-OTHER = 'other'
 
 # Share of its own roofline that a kernel reaches by libtpu's static simulator at K3's shapes in
 # training, or at those of decoding where it is for that: the READMEs under pallas_kernels.
@@ -128,12 +113,6 @@ def read_kernel_seconds(path: str) -> dict[str, float]:
             '{"mla_forward": 3.1e-4}'
         )
     return found
-
-
-def scope_of(op_name: str) -> str:
-    """Which part of the model an operation belongs to."""
-    path = re.sub(r'^(jit\([^()]*\)/)+', '/', op_name)  # the function's own name is no scope
-    return next((name for name, pattern in SCOPES if pattern.search(path)), OTHER)
 
 
 def direction_of(op_name: str) -> str:

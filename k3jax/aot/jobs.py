@@ -10,21 +10,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import Config, ConfigError
-from k3jax.model.cache import cache_specs, init_cache
+from k3jax.model.cache import init_cache
 from k3jax.model.flops import flops_per_token
-from k3jax.model.kimi import Kimi, decode, init_params, prefill
-from k3jax.model.param import param_specs
+from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.run import Run
 from k3jax.parallel.mesh import check_fits, make_mesh
 from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
+from k3jax.serve.steps import cuts_of, decode_step, prefill_step
 from k3jax.train.optim import leaf_labels, make_optimizer
-from k3jax.train.step import (
-    abstract_state,
-    check_state_fits,
-    check_trainable,
-    make_train_step,
-)
+from k3jax.train.state import abstract_state, check_state_fits, check_trainable
+from k3jax.train.step import make_train_step
 
 JobName = Literal['train', 'prefill', 'decode']
 
@@ -85,12 +81,20 @@ def _model(config: Config, mesh: Mesh, strategy: Strategy) -> Kimi:
     return Kimi(config.model, run, train.scan_layers)
 
 
-def _placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        tree,
-        specs,
-    )
+def _placed(specs: Any, tree: Any, mesh: Mesh) -> Any:
+    """Abstract arrays on the mesh; specs: one for each, or for all of a part of the tree."""
+
+    def place(spec: PartitionSpec, part: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+        )
+
+    return jax.tree.map(place, specs, tree)
+
+
+def _int32(spec: PartitionSpec, mesh: Mesh, *shape: int) -> jax.ShapeDtypeStruct:
+    return _placed(spec, jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
 
 
 def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
@@ -101,8 +105,7 @@ def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
     state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
     check_state_fits(state, chip_bytes)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
-    shape = data.batch_size, data.sequence_length
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, cut))
+    rows = _int32(cut, mesh, data.batch_size, data.sequence_length)
     batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), rows)
     tokens = data.batch_size * data.sequence_length
     flops = tokens * flops_per_token(config.model, data.sequence_length, backward=True)
@@ -111,69 +114,32 @@ def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
 
 
 def _serving(config: Config, mesh: Mesh, strategy: Strategy):
-    """The model, and abstract parameters and cache, in bfloat16 or as the release stores them."""
+    """The model, how its steps are cut, and abstract parameters (stored dtypes) and cache."""
     model = _model(config, mesh, strategy)
-    parallel = model.run.parallel
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     rows, length = config.data.batch_size, config.data.sequence_length
     cache = jax.eval_shape(
         lambda: init_cache(config.model, model.plan, rows, length, model.run.dtype)
     )
-    if parallel is None:
-        specs, cut = jax.tree.map(lambda _: PartitionSpec(), (params, cache))
-    else:
-        specs = param_specs(config.model, model.plan, parallel)
-        cut = cache_specs(config.model, model.plan, parallel)
-    return model, specs, cut, _placed(params, specs, mesh), _placed(cache, cut, mesh)
+    cuts = cuts_of(model)
+    return model, cuts, _placed(cuts.params, params, mesh), _placed(cuts.cache, cache, mesh)
 
 
 def _prefill(config: Config, mesh: Mesh) -> Job:
-    model, specs, cut, params, cache = _serving(config, mesh, 'prefill')
+    model, cuts, params, cache = _serving(config, mesh, 'prefill')
     rows, length = config.data.batch_size, config.data.sequence_length
-    parallel = model.run.parallel
-    by_row = PartitionSpec() if parallel is None else PartitionSpec(parallel.rules.rows)
-    tokens = PartitionSpec() if parallel is None else parallel.batch_spec
-
-    def step(params: Any, tokens: jax.Array, num_real: jax.Array, cache: Any):
-        return prefill(model, params, tokens, num_real, cache)
-
-    if parallel is not None:
-        step = jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(specs, tokens, by_row, cut),
-            out_specs=(by_row, cut),
-            check_vma=False,
-        )
-    args = (
-        params,
-        _placed(jax.ShapeDtypeStruct((rows, length), jnp.int32), tokens, mesh),
-        _placed(jax.ShapeDtypeStruct((rows,), jnp.int32), by_row, mesh),
-        cache,
-    )
+    tokens = _int32(cuts.tokens, mesh, rows, length)
+    args = params, tokens, _int32(cuts.rows, mesh, rows), cache
     flops = rows * length * flops_per_token(config.model, length, backward=False)
-    return Job(step, args, (3,), flops, rows * length, 'whole prompts, from an empty cache')
+    note = 'whole prompts, from an empty cache'
+    return Job(prefill_step(model, mesh), args, (3,), flops, rows * length, note)
 
 
 def _decode(config: Config, mesh: Mesh) -> Job:
-    model, specs, cut, params, cache = _serving(config, mesh, 'decode')
+    model, cuts, params, cache = _serving(config, mesh, 'decode')
     rows, length = config.data.batch_size, config.data.sequence_length
-    parallel = model.run.parallel
-    by_row = PartitionSpec() if parallel is None else PartitionSpec(parallel.rules.rows)
-
-    def step(params: Any, tokens: jax.Array, cache: Any):
-        return decode(model, params, tokens, cache)
-
-    if parallel is not None:
-        step = jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(specs, by_row, cut),
-            out_specs=(by_row, cut),
-            check_vma=False,
-        )
-    tokens = _placed(jax.ShapeDtypeStruct((rows,), jnp.int32), by_row, mesh)
+    args = params, _int32(cuts.rows, mesh, rows), cache
     # The mean context of a document of 2 n tokens is that of the last token of n.
     flops = rows * flops_per_token(config.model, 2 * length, backward=False)
     note = f'one token for each of {rows} sequences of {length:,} tokens'
-    return Job(step, (params, tokens, cache), (2,), flops, rows, note)
+    return Job(decode_step(model, mesh), args, (2,), flops, rows, note)

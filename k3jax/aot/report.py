@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from k3jax.aot.compile_job import Compiled
-from k3jax.aot.estimate import Estimate, Rates, Seconds, estimate, mfu, scope_of, seconds_of
+from k3jax.aot.estimate import Estimate, Rates, Seconds, estimate, mfu, seconds_of
 from k3jax.aot.memory import GIB, gib
 from k3jax.aot.program import KERNEL_OP, Program, analyse, collective_bytes, kernel_name
 from k3jax.aot.work import COLLECTIVES
+from k3jax.model.scopes import scope_of
 
 Report = dict[str, Any]
 _SCOPE_SHARES = ('compute', 'memory', 'communication')

@@ -162,8 +162,9 @@ def _forward(
         options = {'causal': causal, 'implementation': static.implementation}
         return attend_part(queries[step.half], k, v, _runs(pieces, step), **options)
 
-    own = [attend(_own_step(half, row, static.num_shards), True) for half in range(2)]
-    total = jax.tree.map(lambda *x: jnp.stack(x), *own)
+    total = lax.map(
+        lambda half: attend(_own_step(half, row, static.num_shards), True), jnp.arange(2)
+    )
 
     def add(s: jax.Array, total: Part) -> Part:
         step = _step(s, row, static.num_shards)

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from k3jax import config as config_lib
 from k3jax.config import Config, DataConfig, ModelConfig
 from k3jax.model.plan import depth_plan
-from k3jax.train.step import TrainState
+from k3jax.train.state import TrainState
 
 CONFIG_FILE = 'run_config.json'
 CHECKPOINTS = 'checkpoints'

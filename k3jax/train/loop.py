@@ -30,16 +30,14 @@ from k3jax.train.checkpoint import Checkpoints, check_config, write_config
 from k3jax.train.eval import HeldOut, evaluate
 from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
 from k3jax.train.placement import Placement, joined_positions
-from k3jax.train.step import (
-    Batch,
+from k3jax.train.state import (
     TrainState,
     abstract_state,
     check_state_fits,
     check_trainable,
     fresh_state,
-    losses_of,
-    make_train_step,
 )
+from k3jax.train.step import Batch, losses_of, make_train_step
 from pallas_kernels.common.platform import implementation_on
 
 

@@ -12,22 +12,9 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-# First match wins; op names carry the Flax module path and the named scopes.
-SCOPES = (
-    ('self_attn/KDA', re.compile(r'kda_mixer')),
-    ('self_attn/MLA', re.compile(r'mla_mixer')),
-    ('experts', re.compile(r'block_sparse_moe')),
-    ('dense mlp', re.compile(r'/mlp[/)]')),
-    ('head and loss', re.compile(r'head|loss')),
-    ('optimizer', re.compile(r'optimizer')),
-)
-OTHER = 'other'
+from k3jax.model.scopes import OTHER, scope_of
+
 _CONTAINERS = ('while', 'call', 'conditional')  # their time is that of what they contain
-
-
-def scope_of(op_name: str) -> str:
-    """Which part of the model an HLO op belongs to."""
-    return next((name for name, pattern in SCOPES if pattern.search(op_name)), OTHER)
 
 
 def op_scopes(hlo_text: str) -> dict[str, str]:

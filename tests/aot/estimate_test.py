@@ -14,12 +14,12 @@ from k3jax.aot.estimate import (
     estimate,
     mfu,
     read_kernel_seconds,
-    scope_of,
     seconds_of,
 )
 from k3jax.aot.memory import Memory
 from k3jax.aot.program import KERNEL_OP, OP, Op, Program
 from k3jax.aot.report import make_report, share_of_step, table
+from k3jax.model.scopes import scope_of
 
 CHIP = Chip(flops=1000, hbm_bandwidth=100, clock=50, cores=1, hbm_bytes=2**30, vmem_bytes=1)
 RATES = Rates(

@@ -12,7 +12,7 @@ from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.optim import leaf_labels, make_optimizer
-from k3jax.train.step import abstract_state, fresh_state
+from k3jax.train.state import abstract_state, fresh_state
 from tests import tiny
 
 

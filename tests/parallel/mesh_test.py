@@ -21,7 +21,7 @@ from k3jax.parallel.mesh import check_fits, filled, make_mesh
 from k3jax.parallel.rules import RULES, axes_of, spec_of
 from k3jax.parallel.shard import Parallel, parallel_of
 from k3jax.train.optim import leaf_labels, make_optimizer
-from k3jax.train.step import abstract_state, check_state_fits, chip_bytes, fresh_state
+from k3jax.train.state import abstract_state, check_state_fits, chip_bytes, fresh_state
 from tests import tiny
 
 Leaf = dataclasses.make_dataclass('Leaf', ['shape', 'axes'], frozen=True)

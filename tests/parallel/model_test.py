@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from k3jax.config import MeshConfig, OptimizerConfig
-from k3jax.model.cache import cache_specs, init_cache
+from k3jax.model.cache import init_cache
 from k3jax.model.kimi import Kimi, decode, forward, init_params, prefill
 from k3jax.model.param import param_specs
 from k3jax.model.run import Run
 from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
+from k3jax.serve.steps import decode_step, prefill_step
 from k3jax.train.optim import leaf_labels, make_optimizer
-from k3jax.train.step import TrainState, abstract_state, make_gradient, make_train_step
+from k3jax.train.state import TrainState, abstract_state
+from k3jax.train.step import make_gradient, make_train_step
 from tests import tiny
 from tests.compare import relative_error
 
@@ -148,16 +149,7 @@ def test_prefill_of_a_shared_row_gives_the_cache_and_logits_of_one_chip():
 
     config, mesh = mesh_of((1, 1, 8))
     parallel = parallel_of(mesh, config, 'prefill')
-    model = Kimi(CONFIG, RUN._replace(parallel=parallel))
-    cut = cache_specs(CONFIG, model.plan, parallel)
-    rows = PartitionSpec(parallel.rules.rows)
-    step = jax.shard_map(
-        functools.partial(prefill, model),
-        mesh=mesh,
-        in_specs=(param_specs(CONFIG, model.plan, parallel), parallel.batch_spec, rows, cut),
-        out_specs=(rows, cut),
-        check_vma=False,
-    )
+    step = prefill_step(Kimi(CONFIG, RUN._replace(parallel=parallel)), mesh)
     logits, got = jax.jit(step)(params(), tokens, num_real, cache)
     assert relative_error(logits, want[0]) <= 1e-5
     np.testing.assert_array_equal(got.length, want[1].length)
@@ -191,16 +183,7 @@ def test_decoding_on_chips_that_share_heads_gives_the_logits_of_one_chip(shape):
 
     config, mesh = mesh_of(shape)
     parallel = parallel_of(mesh, config, 'decode')
-    model = Kimi(model_config, RUN._replace(parallel=parallel))
-    cut = cache_specs(model_config, model.plan, parallel)
-    rows = PartitionSpec(parallel.rules.rows)
-    step = jax.shard_map(
-        functools.partial(decode, model),
-        mesh=mesh,
-        in_specs=(param_specs(model_config, model.plan, parallel), rows, cut),
-        out_specs=(rows, cut),
-        check_vma=False,
-    )
+    step = decode_step(Kimi(model_config, RUN._replace(parallel=parallel)), mesh)
     got, cache = jax.jit(step)(values, token, cache)
     assert relative_error(got, want) <= 1e-5
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):

@@ -6,7 +6,7 @@ import numpy as np
 from etils import epath
 
 from k3jax.train.checkpoint import Checkpoints
-from k3jax.train.step import TrainState
+from k3jax.train.state import TrainState
 
 
 def placed(state):

@@ -13,7 +13,8 @@ from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, forward, init_params
 from k3jax.model.run import Run
 from k3jax.train import losses, optim
-from k3jax.train.step import TrainState, make_train_step
+from k3jax.train.state import TrainState
+from k3jax.train.step import make_train_step
 from tests import tiny
 
 CONFIG = tiny.k3()
