@@ -25,7 +25,7 @@ def config(tmp_path):
     corpus.mkdir()
     (corpus / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
     return Config(
-        model=tiny.k3(vocab_size=512),
+        model=tiny.k3((1,), (2,), vocab_size=512),
         optimizer=OptimizerConfig(warmup_steps=1),
         data=DataConfig(
             source=str(corpus), sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
