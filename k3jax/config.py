@@ -262,7 +262,7 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices only
-    state_memory: StateMemory = 'device'  # 'pinned_host': moments wait in the host's memory
+    state_memory: StateMemory = 'device'  # 'pinned_host': moments and masters wait there
     grad_clip_norm: float = 1.0
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
     labels = leaf_labels(config.model, model.plan)
     optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
     state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
-    check_state_fits(state, chip_bytes)
+    check_state_fits(state, model, chip_bytes)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
     rows = _int32(cut, mesh, data.batch_size, data.sequence_length)
     batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), rows)

@@ -43,6 +43,17 @@ def init_leaf(key: jax.Array, leaf: Leaf, stddev: float, dtype: jnp.dtype | None
     return value.astype(dtype)
 
 
+def _rounded(leaf: Leaf) -> bool:
+    """Whether the computation takes a leaf in its own dtype, whatever it is held in."""
+    return leaf.init == 'normal' and not leaf.exact and leaf.dtype != 'uint8'
+
+
+def computed_dtypes(params: Any, config: ModelConfig, plan: Plan, run: Run) -> Any:
+    """The dtype that the computation takes each parameter in, as a tree like the model's own."""
+    rounded = map_leaves(lambda name, leaf, lead: _rounded(leaf), config, plan)
+    return jax.tree.map(lambda x, to: jnp.dtype(run.dtype) if to else x.dtype, params, rounded)
+
+
 def declare(module: nn.Module, leaves: Tree, stddev: float, run: Run) -> dict[str, Any]:
     """Declares every leaf of the table on `module`, nested tables as nested dicts.
 
@@ -60,9 +71,7 @@ def declare(module: nn.Module, leaves: Tree, stddev: float, run: Run) -> dict[st
 
     def gather(held: Any, entry: Leaf | Tree) -> Any:
         if isinstance(entry, Leaf):
-            if entry.init == 'normal' and not entry.exact and entry.dtype != 'uint8':
-                held = held.astype(run.dtype)
-            return parallel.gather(held, entry)
+            return parallel.gather(held.astype(run.dtype) if _rounded(entry) else held, entry)
         return {name: gather(held[name], child) for name, child in entry.items()}
 
     held = {name: module.param(name, init, entry) for name, entry in leaves.items()}

@@ -137,7 +137,7 @@ class Trainer:
         memory = config.optimizer.state_memory
         self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
         memory_stats = self.mesh.local_devices[0].memory_stats() or {}
-        check_state_fits(self._abstract, memory_stats.get('bytes_limit'))
+        check_state_fits(self._abstract, self.model, memory_stats.get('bytes_limit'))
         try:
             self.workdir.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:

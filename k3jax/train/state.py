@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import ConfigError, ModelConfig, StateMemory
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.param import param_specs
+from k3jax.model.param import computed_dtypes, param_specs
 
 HOST: StateMemory = 'pinned_host'
 
@@ -34,18 +34,35 @@ def check_trainable(config: ModelConfig) -> None:
         )
 
 
-def moved(opt_state: Any, placed: TrainState | None, kind: str | None) -> Any:
-    """The optimizer's arrays in memory of a kind; None: where `placed` says they wait."""
-    if placed is None:
-        return opt_state
+def on_chip(tree: Any) -> Any:
+    """Traced arrays, those that wait in the host's memory brought to the chip."""
+
+    def move(x: jax.Array) -> jax.Array:
+        here = jax.memory.Space.Device
+        return x if jax.typeof(x).memory_space == here else jax.device_put(x, here)
+
+    return jax.tree.map(move, tree)
+
+
+def sent_home(tree: Any, placed: Any) -> Any:
+    """Traced arrays of the state, those that wait in the host's memory sent there.
+
+    placed: the same part of the abstract state.
+    """
 
     def move(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        home = abstract.sharding
-        if home.memory_kind != HOST:
-            return x
-        return jax.device_put(x, home if kind is None else home.with_memory_kind(kind))
+        return jax.device_put(x, abstract.sharding) if _waits(abstract) else x
 
-    return jax.tree.map(move, opt_state, placed.opt_state)
+    return jax.tree.map(move, tree, placed)
+
+
+def working_copy(model: Kimi, params: Any) -> Any:
+    """The parameters as a step takes them: on the chip, rounded as the computation rounds them.
+
+    Their gradient has the same dtypes. For use under `jit`.
+    """
+    dtypes = computed_dtypes(params, model.config, model.plan, model.run)
+    return jax.tree.map(lambda x, to: x.astype(to), on_chip(params), dtypes)
 
 
 def fresh_state(model: Kimi, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
@@ -62,7 +79,7 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and placement of the state; the optimizer's arrays lie as their parameters.
 
-    state_memory: where those arrays wait between steps.
+    state_memory: where parameters and those arrays wait between steps.
     """
     shapes = jax.eval_shape(lambda: fresh_state(model, optimizer, jax.random.key(0)))
     parallel, specs = model.run.parallel, {}
@@ -80,7 +97,7 @@ def abstract_state(
         tails = (names[start:] for start in range(len(names)))
         spec = next((specs[tail] for tail in tails if tail in specs), PartitionSpec())
         sharding = NamedSharding(mesh, spec)
-        if state_memory == HOST and x.ndim and path[0].name == 'opt_state':
+        if state_memory == HOST and x.ndim:
             sharding = sharding.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -92,11 +109,11 @@ def chip_bytes(abstract: Any) -> int:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(abstract)
-        if x.sharding.memory_kind != HOST
+        if not _waits(x)
     )
 
 
-def check_state_fits(abstract: TrainState, limit: int | None) -> None:
+def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> None:
     """Refuses a state that, with its gradient, cannot lie on a chip.
 
     limit: the chip's bytes; None where they are not known.
@@ -104,7 +121,12 @@ def check_state_fits(abstract: TrainState, limit: int | None) -> None:
     Raises:
       ConfigError: with the numbers.
     """
-    state, gradient = chip_bytes(abstract), chip_bytes(abstract.params)
+    dtypes = computed_dtypes(abstract.params, model.config, model.plan, model.run)
+    gradient = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * dtype.itemsize
+        for x, dtype in zip(jax.tree.leaves(abstract.params), jax.tree.leaves(dtypes), strict=True)
+    )
+    state = chip_bytes(abstract)
     if limit is not None and state + gradient > limit:
         gib = 2**30
         raise ConfigError(
@@ -112,6 +134,10 @@ def check_state_fits(abstract: TrainState, limit: int | None) -> None:
             f'{gradient / gib:.1f} GiB of gradients, wanted at most {limit / gib:.1f} GiB; take '
             f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data)'
         )
+
+
+def _waits(abstract: jax.ShapeDtypeStruct) -> bool:
+    return abstract.sharding.memory_kind == HOST
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

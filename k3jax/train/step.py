@@ -17,7 +17,7 @@ from k3jax.model.kimi import Kimi, lm_head
 from k3jax.model.param import param_specs
 from k3jax.parallel.rules import AXES
 from k3jax.train.losses import token_losses
-from k3jax.train.state import TrainState, moved
+from k3jax.train.state import TrainState, on_chip, sent_home, working_copy
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
 Metrics = dict[str, jax.Array]
@@ -35,6 +35,7 @@ def losses_of(
 ) -> Callable[[Any, Batch], jax.Array]:
     """`batch_losses` compiled: (params, batch) -> [B, T], whole on every chip.
 
+    The parameters may wait in the host's memory.
     num_slices: as in training, of which one is in memory at a time.
     """
 
@@ -46,10 +47,13 @@ def losses_of(
 
     parallel = model.run.parallel
     if parallel is None:
-        return jax.jit(losses)
+        return jax.jit(lambda params, batch: losses(on_chip(params), batch))
     specs, cut = param_specs(model.config, model.plan, parallel), parallel.batch_spec
     losses = jax.shard_map(losses, mesh=mesh, in_specs=(specs, cut), out_specs=cut, check_vma=False)
-    return jax.jit(losses, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(
+        lambda params, batch: losses(working_copy(model, params), batch),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
 
 
 def _slices(batch: Batch, num_slices: int) -> Batch:
@@ -71,10 +75,12 @@ def make_gradient(
             return gradient(params, batch)
 
         def add(total: Any, one: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, gradient(params, one)), None
+            return jax.tree.map(lambda sum_, new: sum_ + new, total, gradient(params, one)), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        return lax.scan(add, zero, _slices(batch, grad_accum_steps))[0]
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
+        )
+        return lax.scan(add, (jnp.zeros(()), zero), _slices(batch, grad_accum_steps))[0]
 
     parallel = model.run.parallel
     if parallel is None:
@@ -114,14 +120,17 @@ def make_train_step(
     gradient = make_gradient(model, grad_accum_steps, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        total, grads = gradient(state.params, batch)
+        total, grads = gradient(working_copy(model, state.params), batch)
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
-        loss, grads = total / count, jax.tree.map(lambda g: g / count, grads)
+        loss = total / count
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
         with jax.named_scope('optimizer'):
-            opt_state = moved(state.opt_state, placed, 'device')
-            updates, opt_state = optimizer.update(grads, opt_state, state.params)
-            opt_state = moved(opt_state, placed, None)
-            params = optax.apply_updates(state.params, updates)
+            params, opt_state = on_chip((state.params, state.opt_state))
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            if placed is not None:
+                params = sent_home(params, placed.params)
+                opt_state = sent_home(opt_state, placed.opt_state)
         metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads), 'targets': count}
         return TrainState(state.step + 1, params, opt_state), metrics
 

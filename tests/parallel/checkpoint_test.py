@@ -26,7 +26,8 @@ def test_eight_devices_then_four_then_one_hold_the_same_bits(tmp_path):
         run = run._replace(parallel=parallel_of(mesh, mesh_config, 'train'))
         model = Kimi(config, run)
         optimizer = make_optimizer(OptimizerConfig(), 1000, leaf_labels(config, model.plan))
-        abstract = abstract_state(model, optimizer, mesh)
+        waits = 'pinned_host' if number == 1 else 'device'
+        abstract = abstract_state(model, optimizer, mesh, waits)
         if before is None:
             shardings = jax.tree.map(lambda x: x.sharding, abstract)
             fresh = lambda: fresh_state(model, optimizer, jax.random.key(0))  # noqa: B023, E731

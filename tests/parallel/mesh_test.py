@@ -201,8 +201,8 @@ def test_a_state_that_cannot_lie_on_a_chip_is_refused_with_the_numbers():
     abstract = abstract_state(model, optimizer, mesh)
     need = chip_bytes(abstract) + chip_bytes(abstract.params)
     with pytest.raises(ConfigError, match='wanted at most .* take at least 3 times the chips'):
-        check_state_fits(abstract, need // 3)
-    check_state_fits(abstract, need)
-    check_state_fits(abstract, None)
+        check_state_fits(abstract, model, need // 3)
+    check_state_fits(abstract, model, need)
+    check_state_fits(abstract, model, None)
     waiting = abstract_state(model, optimizer, mesh, 'pinned_host')
     assert chip_bytes(waiting) < 0.4 * chip_bytes(abstract)

@@ -17,7 +17,7 @@ from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import decode_step, prefill_step
 from k3jax.train.optim import leaf_labels, make_optimizer
-from k3jax.train.state import TrainState, abstract_state
+from k3jax.train.state import TrainState, abstract_state, working_copy
 from k3jax.train.step import make_gradient, make_train_step
 from tests import tiny
 from tests.compare import relative_error
@@ -121,7 +121,19 @@ def stepped(shape, state_memory):
 
 
 @pytest.mark.slow
-def test_a_step_with_its_moments_in_host_memory_is_the_same_step():
+def test_a_working_copy_has_the_gradient_that_rounding_inside_the_step_has():
+    config, mesh = mesh_of((2, 2, 2))
+    parallel = parallel_of(mesh, config, 'train')
+    model = Kimi(CONFIG, RUN._replace(dtype=jnp.dtype('bfloat16'), parallel=parallel))
+    gradient = jax.jit(make_gradient(model, 2, mesh))
+    want = gradient(params(), batch())
+    copy = jax.jit(functools.partial(working_copy, model))(params())
+    assert {x.dtype.name for x in jax.tree.leaves(copy)} == {'bfloat16', 'float32'}
+    jax.tree.map(np.testing.assert_array_equal, gradient(copy, batch()), want)
+
+
+@pytest.mark.slow
+def test_a_step_with_its_state_in_host_memory_is_the_same_step():
     want = stepped((2, 2, 2), 'device')
     got = stepped((2, 2, 2), 'pinned_host')
     jax.tree.map(np.testing.assert_array_equal, got, want)
