@@ -26,6 +26,7 @@ from k3jax.model.run import Run
 from k3jax.parallel.mesh import check_fits, make_mesh
 from k3jax.parallel.shard import parallel_of
 from k3jax.train import metrics as metrics_lib
+from k3jax.train.barrier import wait_for_all
 from k3jax.train.checkpoint import Checkpoints, check_config, write_config
 from k3jax.train.eval import HeldOut, evaluate
 from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
@@ -152,6 +153,7 @@ class Trainer:
                 self.model, self.optimizer, train.grad_accum_steps, self.mesh, self._abstract
             ),
             donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda x: x.sharding, self._abstract), None),
         )
         self._losses = losses_of(self.model, self.mesh, train.grad_accum_steps)
 
@@ -168,6 +170,15 @@ class Trainer:
         self.data.set_state(data_state)
         logging.info('resumed from step %d', int(state.step))
         return state
+
+    def _compiled_step(self, batch: Batch) -> Callable[..., Any]:
+        """The step, compiled on every process before any runs it.
+
+        On CPUs Gloo gives the slowest process 30 s to come to the first exchange.
+        """
+        step = self._step.lower(self._abstract, batch).compile()
+        wait_for_all()
+        return step
 
     def describe(self) -> None:
         """Prints what the run will do, before the first step."""
@@ -247,10 +258,11 @@ class Trainer:
         first = step = int(state.step)
         watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
         saved, unchecked = step, None
-        stopped = False
+        train_step, stopped = None, False
         while step < train.num_steps and not stopped:
             batch = self.placement.place(next(self.data))
-            state, metrics = self._step(state, batch)
+            train_step = train_step or self._compiled_step(batch)
+            state, metrics = train_step(state, batch)
             step += 1
             # Of the step before: the device is already busy with this one.
             self._check_finite(step - 1, unchecked)

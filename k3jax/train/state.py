@@ -34,12 +34,20 @@ def check_trainable(config: ModelConfig) -> None:
         )
 
 
-def on_chip(tree: Any) -> Any:
-    """Traced arrays, those that wait in the host's memory brought to the chip."""
+def on_chip(tree: Any, after: jax.Array | None = None) -> Any:
+    """Traced arrays, those that wait in the host's memory brought to the chip.
+
+    after: a value before which none is brought. A second use then brings its own copy, where XLA
+    would have kept the first for it.
+    """
 
     def move(x: jax.Array) -> jax.Array:
         here = jax.memory.Space.Device
-        return x if jax.typeof(x).memory_space == here else jax.device_put(x, here)
+        if jax.typeof(x).memory_space == here:
+            return x
+        if after is not None:
+            x, _ = jax.lax.optimization_barrier((x, after))
+        return jax.device_put(x, here)
 
     return jax.tree.map(move, tree)
 

@@ -124,14 +124,15 @@ def make_train_step(
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
         loss = total / count
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
+        norm = optax.tree.norm(grads)
         with jax.named_scope('optimizer'):
-            params, opt_state = on_chip((state.params, state.opt_state))
+            params, opt_state = on_chip((state.params, state.opt_state), after=norm)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
             if placed is not None:
                 params = sent_home(params, placed.params)
                 opt_state = sent_home(opt_state, placed.opt_state)
-        metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads), 'targets': count}
+        metrics = {'loss': loss, 'grad_norm': norm, 'targets': count}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step

@@ -53,14 +53,24 @@ def config(tmp_path_factory):
     return path
 
 
-def start(config, workdir, devices, *args):
+@pytest.fixture(autouse=True)
+def started():
+    """Processes of a test, none of which outlives it."""
+    processes = []
+    yield processes
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def start(started, config, workdir, devices, *args):
     command = [sys.executable, '-m', 'experiments.train', f'--config={config}']
     environment = os.environ | {
         'JAX_NUM_CPU_DEVICES': str(devices),
         'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
     }
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, f'--workdir={workdir}', *args],
         cwd=ROOT,
         env=environment,
@@ -68,12 +78,15 @@ def start(config, workdir, devices, *args):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    started.append(process)
+    return process
 
 
-def start_two(config, workdir, *args):
+def start_two(started, config, workdir, *args):
     port = free_port()
     return [
         start(
+            started,
             config,
             workdir,
             4,
@@ -104,20 +117,20 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_two_processes_are_killed_and_one_goes_on(config, tmp_path):
-    alone = start(config, tmp_path / 'alone', 1)
+def test_two_processes_are_killed_and_one_goes_on(started, config, tmp_path):
+    alone = start(started, config, tmp_path / 'alone', 1)
     text = alone.communicate(timeout=500)[0]
     assert alone.returncode == 0, text[-3000:]
 
     together = tmp_path / 'together'
-    processes = start_two(config, together)
+    processes = start_two(started, config, together)
     wait_for(together / 'checkpoints' / '2', processes)
     processes[1].send_signal(signal.SIGKILL)
     processes[0].send_signal(signal.SIGKILL)
     for process in processes:
         process.communicate(timeout=100)
 
-    resumed = start(config, together, 1)
+    resumed = start(started, config, together, 1)
     text = resumed.communicate(timeout=500)[0]
     assert resumed.returncode == 0, text[-3000:]
     assert 'resumed from step' in text
@@ -127,34 +140,36 @@ def test_two_processes_are_killed_and_one_goes_on(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_other_and_leaves_the_last_checkpoint(config, tmp_path):
+def test_a_process_that_dies_ends_the_other_and_leaves_the_last_checkpoint(
+    started, config, tmp_path
+):
     processes = start_two(
-        config, tmp_path / 'run', '--process_timeout=15', '--set=train.num_steps=100000'
+        started, config, tmp_path / 'run', '--process_timeout=15', '--set=train.num_steps=100000'
     )
     wait_for(tmp_path / 'run' / 'checkpoints' / '2', processes)
     processes[1].send_signal(signal.SIGKILL)
-    started = time.monotonic()
+    killed = time.monotonic()
     text = processes[0].communicate(timeout=120)[0]
     assert processes[0].returncode != 0
-    assert time.monotonic() - started < 100, text[-2000:]
-    resumed = start(config, tmp_path / 'run', 1, '--set=train.num_steps=4')
+    assert time.monotonic() - killed < 100, text[-2000:]
+    resumed = start(started, config, tmp_path / 'run', 1, '--set=train.num_steps=4')
     text = resumed.communicate(timeout=500)[0]
     assert resumed.returncode == 0 and 'resumed from step' in text, text[-3000:]
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_every_row_stop_together_and_finish(config, tmp_path):
+def test_two_processes_that_share_every_row_stop_together_and_finish(started, config, tmp_path):
     """Every chip works on every row: both processes read both streams."""
     shared = ['--set=mesh.expert=1', '--set=mesh.sequence=8', '--set=data.batch_size=2']
     shared += ['--set=data.sequence_length=48']
     shared += ['--set=train.eval_every=3', '--set=train.num_steps=8']
-    processes = start_two(config, tmp_path / 'run', *shared)
+    processes = start_two(started, config, tmp_path / 'run', *shared)
     wait_for(tmp_path / 'run' / 'checkpoints' / '2', processes)
     processes[1].send_signal(signal.SIGTERM)  # only one is told
     texts = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     assert 'the same command goes on from there' in texts[0]
-    processes = start_two(config, tmp_path / 'run', *shared)
+    processes = start_two(started, config, tmp_path / 'run', *shared)
     texts = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     assert 'resumed from step' in texts[0] and 'held-out:' in texts[0]
@@ -177,7 +192,7 @@ def test_two_processes_that_share_every_row_stop_together_and_finish(config, tmp
         (['--set=mesh.data=3'], 'got data=3, which is 3 chips, wanted the 1 there are; what fits'),
     ],
 )
-def test_what_cannot_start_says_why(config, tmp_path, args, message):
-    process = start(config, tmp_path / 'run', 1, *args)
+def test_what_cannot_start_says_why(started, config, tmp_path, args, message):
+    process = start(started, config, tmp_path / 'run', 1, *args)
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 1 and message in text, text[-2000:]
