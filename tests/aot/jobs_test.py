@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from configs import kimi_k3_pod, tiny_k3
+from configs import kimi_k3_shallow, tiny_k3
 from k3jax.aot.chips import chip_of
 from k3jax.aot.compile_job import compile_lowered
 from k3jax.aot.compiler import devices_of, has_libtpu
@@ -63,13 +63,6 @@ def test_a_job_that_cannot_be_cut_is_refused_before_it_is_built():
 
 @pytest.mark.slow
 def test_a_shallow_k3_at_full_width_trains_on_4096_chips():
-    config = kimi_k3_pod.get_config()
-    linear = dataclasses.replace(
-        config.model.linear_attn_config, kda_layers=(1, 2), full_attn_layers=(3,)
-    )
-    model = dataclasses.replace(
-        config.model, num_hidden_layers=3, attn_res_block_size=2, linear_attn_config=linear
-    )
-    done, program = compiled(dataclasses.replace(config, model=model), 'train', 'v5p:16x16x16')
+    done, program = compiled(kimi_k3_shallow.get_config(), 'train', 'v5p:16x16x16')
     assert {'kda_backward', 'mla_backward', 'grouped_weight_gradient'} <= kernels_of(program)
     assert done.memory.peak < 83 * 2**30
