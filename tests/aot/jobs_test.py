@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from configs import kimi_k3_shallow, tiny_k3
+from configs import kimi_k3_shallow, kimi_linear_48b, tiny_k3
 from k3jax.aot.chips import chip_of
 from k3jax.aot.compile_job import compile_lowered
 from k3jax.aot.compiler import devices_of, has_libtpu
@@ -33,11 +33,21 @@ def kernels_of(program):
     return {kernel_name(op.name) for op in program.ops if op.kind == KERNEL_OP}
 
 
-def tiny(mesh, **data):
-    config = tiny_k3.get_config()
+def with_work(module, mesh, experts_format='bf16', **data):
+    config = module.get_config()
+    model = dataclasses.replace(config.model, experts_format=experts_format)
+    return dataclasses.replace(config, model=model, data=DataConfig(**data), mesh=mesh)
+
+
+def tiny(mesh, batch_size=32):
+    """Three layers, in bfloat16."""
+    config = with_work(tiny_k3, mesh, sequence_length=256, batch_size=batch_size)
+    linear = dataclasses.replace(
+        config.model.linear_attn_config, kda_layers=(1, 2), full_attn_layers=(3,)
+    )
+    model = dataclasses.replace(config.model, num_hidden_layers=3, linear_attn_config=linear)
     train = dataclasses.replace(config.train, dtype='bfloat16', remat='layer')
-    data = DataConfig(**({'sequence_length': 256, 'batch_size': 32} | data))
-    return dataclasses.replace(config, train=train, data=data, mesh=mesh)
+    return dataclasses.replace(config, model=model, train=train)
 
 
 def test_a_step_on_64_chips_has_our_kernels_and_moves_tokens_not_expert_tables():
@@ -53,6 +63,34 @@ def test_a_step_on_64_chips_has_our_kernels_and_moves_tokens_not_expert_tables()
     assert done.memory.required < done.memory.limit
 
 
+def test_kimi_linear_decodes_on_four_chips():
+    config = with_work(
+        kimi_linear_48b, MeshConfig(tensor=4), batch_size=16, num_streams=1, sequence_length=32768
+    )
+    done, program = compiled(config, 'decode', 'v5p:2x2x1')
+    assert {'grouped_gate_up', 'grouped_down'} <= kernels_of(program)
+    assert done.memory.required < 40 * 2**30
+
+
+def test_a_shallow_k3_decodes_with_packed_experts_on_128_chips():
+    config = with_work(
+        kimi_k3_shallow, MeshConfig(tensor=8), 'mxfp4', batch_size=64, sequence_length=131072
+    )
+    done, program = compiled(config, 'decode', 'v5p:4x4x8')
+    assert {'attn_res_forward', 'grouped_gate_up_mxfp4'} <= kernels_of(program)
+    assert done.memory.required < 20 * 2**30
+
+
+@pytest.mark.slow
+def test_a_shallow_k3_reads_a_million_tokens_with_packed_experts_on_128_chips():
+    config = with_work(
+        kimi_k3_shallow, MeshConfig(sequence=128), 'mxfp4', batch_size=1, sequence_length=2**20
+    )
+    done, program = compiled(config, 'prefill', 'v5p:4x4x8')
+    assert {'kda_forward', 'mla_forward', 'grouped_gate_up_mxfp4'} <= kernels_of(program)
+    assert done.memory.required < 20 * 2**30
+
+
 def test_a_job_that_cannot_be_cut_is_refused_before_it_is_built():
     devices = devices_of('v5p:2x2x1')
     with pytest.raises(ConfigError, match=r'data.batch_size: got 6, wanted a multiple of the 4'):
@@ -64,5 +102,19 @@ def test_a_job_that_cannot_be_cut_is_refused_before_it_is_built():
 @pytest.mark.slow
 def test_a_shallow_k3_at_full_width_trains_on_4096_chips():
     done, program = compiled(kimi_k3_shallow.get_config(), 'train', 'v5p:16x16x16')
+    assert {'kda_backward', 'mla_backward', 'grouped_weight_gradient'} <= kernels_of(program)
+    assert done.memory.peak < 83 * 2**30
+
+
+@pytest.mark.slow
+def test_a_shallow_k3_trains_on_rows_of_a_million_tokens():
+    config = with_work(
+        kimi_k3_shallow,
+        MeshConfig(expert=64, sequence=64),
+        batch_size=64,
+        num_streams=64,
+        sequence_length=2**20,
+    )
+    done, program = compiled(config, 'train', 'v5p:16x16x16')
     assert {'kda_backward', 'mla_backward', 'grouped_weight_gradient'} <= kernels_of(program)
     assert done.memory.peak < 83 * 2**30
