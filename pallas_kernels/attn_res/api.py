@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from pallas_kernels.attn_res.blocks import MAX_CANDIDATES, STATS, plan_for
 from pallas_kernels.attn_res.forward_kernel import forward
 from pallas_kernels.attn_res.reference import Count, Flag, attn_res_reference, attn_res_xla
 from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
-from pallas_kernels.common.platform import Implementation, best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 
 
 def attn_res(
@@ -57,19 +56,13 @@ def attn_res(
     Source: Kimi K3 `attn_res_block_size`, `*_res_norm`, `*_res_proj`.
     """
     _check(bank, prefix, norm, proj, out_norm, num_live, use_prefix)
+    check_implementation('attn_res', implementation)
     args = (bank, prefix, norm, proj, out_norm)
     flags = {'num_live': num_live, 'use_prefix': use_prefix, 'eps': eps}
     if implementation == 'reference':
         return attn_res_reference(*args, **flags)
-    if implementation not in ('xla', 'pallas', None):
-        raise ValueError(
-            f'attn_res: implementation is {implementation!r}, '
-            "wanted 'reference', 'xla', 'pallas' or None"
-        )
-    problem = _unsupported(bank, prefix)
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"attn_res: 'pallas' {problem}; use implementation='xla'")
-    if implementation == 'xla' or problem:
+    implementation = form_for('attn_res', implementation, _unsupported(bank, prefix))
+    if implementation == 'xla':
         return attn_res_xla(*args, **flags)
     static = _Static(
         eps,
@@ -148,17 +141,14 @@ def _backward_on_tpu(static: _Static, interpret: bool, *args: jax.Array):
     )
 
 
-def _choose(static: _Static, on_tpu: Callable[..., Any], on_xla: Callable[..., Any], *args):
-    """on_tpu(interpret, *args) where it is wanted, else on_xla(*args)."""
-    if static.implementation == 'pallas':
-        return kernel_call(lambda interpret: functools.partial(on_tpu, interpret), *args)
-    return best_of('attn_res', functools.partial(on_tpu, False), on_xla, *args)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attn_res(static: _Static, *args: jax.Array) -> jax.Array:
     on_tpu = functools.partial(_forward_on_tpu, static, False)
-    (y,) = _choose(static, on_tpu, lambda *args: (static.xla(*args),), *args)
+
+    def on_xla(*args):
+        return (static.xla(*args),)
+
+    (y,) = run_form('attn_res', static.implementation, on_tpu, on_xla, *args)
     return y
 
 
@@ -168,7 +158,7 @@ def _attn_res_fwd(static: _Static, *args: jax.Array):
         return static.xla(*args), jnp.zeros((rows, STATS), jnp.float32)
 
     on_tpu = functools.partial(_forward_on_tpu, static, True)
-    y, stats = _choose(static, on_tpu, on_xla, *args)
+    y, stats = run_form('attn_res', static.implementation, on_tpu, on_xla, *args)
     return y, (*args, stats)
 
 
@@ -178,7 +168,8 @@ def _attn_res_bwd(static: _Static, saved: tuple[jax.Array, ...], dy: jax.Array):
         return jax.vjp(lambda *args: static.xla(*args, live), *args)[1](dy)
 
     on_tpu = functools.partial(_backward_on_tpu, static)
-    return *_choose(static, on_tpu, on_xla, *saved, dy), None
+    grads = run_form('attn_res', static.implementation, on_tpu, on_xla, *saved, dy)
+    return *grads, None
 
 
 _attn_res.defvjp(_attn_res_fwd, _attn_res_bwd)

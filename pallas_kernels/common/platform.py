@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from jax import lax
@@ -16,12 +16,13 @@ Implementation = Literal['reference', 'xla', 'pallas']
 _UNSUPPORTED_KINDS = ('v2', 'v3', 'v4', 'v5 lite', 'v5e', 'v5litepod')
 
 
-def kernel_call(build: Callable[[bool], Callable[..., Any]], *args: Any) -> Any:
-    """Runs build(interpret)(*args): interpreted where lowered for the CPU, else compiled for TPU.
+def kernel_call(on_tpu: Callable[..., Any], *args: Any) -> Any:
+    """on_tpu(interpret, *args): interpreted where lowered for the CPU, else compiled for TPU.
 
     Raises (while lowering): NotImplementedError for any other platform.
     """
-    return lax.platform_dependent(*args, cpu=build(True), tpu=build(False))
+    compiled, interpreted = (functools.partial(on_tpu, interpret) for interpret in (False, True))
+    return lax.platform_dependent(*args, cpu=interpreted, tpu=compiled)
 
 
 def implementation_on(platform: str) -> Implementation | None:
@@ -54,8 +55,50 @@ def tpu_has_kernels(kernel: str) -> bool:
     return False
 
 
-def best_of(kernel: str, pallas: Callable[..., Any], xla: Callable[..., Any], *args: Any) -> Any:
-    """pallas(*args) where lowered for a TPU that has the kernel, xla(*args) elsewhere."""
-    if not tpu_has_kernels(kernel):
+def check_implementation(
+    name: str, implementation: Any, known: tuple[str, ...] = get_args(Implementation)
+) -> None:
+    """Raises ValueError for what is neither None nor one of the known implementations."""
+    if implementation is not None and implementation not in known:
+        raise ValueError(
+            f'{name}: implementation is {implementation!r}, '
+            f'wanted {", ".join(map(repr, known))} or None'
+        )
+
+
+def form_for(
+    name: str, implementation: Implementation | None, problem: str | None
+) -> Implementation | None:
+    """The implementation asked for; 'xla' for None where the kernel cannot take the arguments.
+
+    Args:
+      problem: why it cannot, as in 'takes bfloat16, got int8'; None where it can.
+
+    Raises:
+      NotImplementedError: 'pallas' was asked for and there is a problem.
+    """
+    if implementation == 'pallas' and problem:
+        raise NotImplementedError(f"{name}: 'pallas' {problem}; use implementation='xla'")
+    return 'xla' if implementation is None and problem else implementation
+
+
+def run_form(
+    kernel: str,
+    implementation: Implementation | None,
+    on_tpu: Callable[..., Any],
+    xla: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    """on_tpu(interpret, *args) or xla(*args), by the implementation asked for.
+
+    Args:
+      kernel: what a warning calls it.
+      implementation: 'pallas' for the kernel, as `kernel_call` runs it; 'xla'; else the kernel
+        where lowered for a TPU that has it and the XLA form elsewhere.
+      on_tpu, xla: functions of the same arrays with the same results.
+    """
+    if implementation == 'pallas':
+        return kernel_call(on_tpu, *args)
+    if implementation == 'xla' or not tpu_has_kernels(kernel):
         return xla(*args)
-    return lax.platform_dependent(*args, tpu=pallas, default=xla)
+    return lax.platform_dependent(*args, tpu=functools.partial(on_tpu, False), default=xla)

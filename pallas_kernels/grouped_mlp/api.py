@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.checks import check_floating, check_integer
-from pallas_kernels.common.platform import Implementation, best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.grouped_mlp import dense_kernels, mxfp4_kernels, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
 from pallas_kernels.grouped_mlp.experts import Experts, is_packed, shape_of
 from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4
 from pallas_kernels.grouped_mlp.mxfp4_tiles import CHUNK, Mxfp4Tiles, tile_mxfp4
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
-
-IMPLEMENTATIONS = ('reference', 'xla', 'pallas', None)
 
 
 def grouped_mlp(
@@ -69,12 +66,10 @@ def grouped_mlp(
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     if implementation == 'reference':
         return grouped_mlp_reference(x, experts, group_sizes, activation)
-    problem = unsupported(x, experts)
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"grouped_mlp: 'pallas' {problem}; use implementation='xla'")
+    implementation = form_for('grouped_mlp', implementation, unsupported(x, experts))
     if 0 in (x.size, num_experts, experts.inner):
         return jnp.zeros_like(x)
-    return _grouped_mlp(x, experts, group_sizes, activation, 'xla' if problem else implementation)
+    return _grouped_mlp(x, experts, group_sizes, activation, implementation)
 
 
 def check_experts(name: str, experts: Experts) -> None:
@@ -83,14 +78,6 @@ def check_experts(name: str, experts: Experts) -> None:
     got = [shape_of(w) for w in experts]
     if got != wanted:
         raise ValueError(f'{name}: w1, w3, w2 have shapes {got}, wanted {wanted}')
-
-
-def check_implementation(name: str, implementation: Any) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{name}: implementation is {implementation!r}, wanted 'reference', 'xla', "
-            "'pallas' or None"
-        )
 
 
 def unsupported(x: jax.Array, experts: Experts) -> str | None:
@@ -123,48 +110,26 @@ def for_kernels(experts: Experts, dtype: jnp.dtype) -> Experts:
     return Experts(*map(one, experts))
 
 
-def _kernel_forward(x, experts, group_sizes, *, activation, keep):
-    def build(interpret):
-        def run(x, experts, group_sizes):
-            kernels = mxfp4_kernels if is_packed(experts.w1) else dense_kernels
-            y, kept = kernels.forward(
-                x, experts, group_sizes, activation, keep=keep, interpret=interpret
-            )
-            return (y, kept) if keep else y
-
-        return run
-
-    return kernel_call(build, x, for_kernels(experts, x.dtype), group_sizes)
+def _forward_on_tpu(interpret, x, experts, group_sizes, *, activation, keep):
+    kernels = mxfp4_kernels if is_packed(experts.w1) else dense_kernels
+    args = (x, for_kernels(experts, x.dtype), group_sizes, activation)
+    y, kept = kernels.forward(*args, keep=keep, interpret=interpret)
+    return (y, kept) if keep else y
 
 
-def _kernel_backward(x, experts, group_sizes, kept, dy, *, activation):
-    dtypes = [None if is_packed(w) else w.dtype for w in experts]
-
-    def build(interpret):
-        def run(x, experts, group_sizes, kept, dy):
-            if is_packed(experts.w1):
-                args = (experts, group_sizes, kept, dy, activation)
-                return mxfp4_kernels.backward(*args, interpret=interpret), [None] * 3
-            args = (x, experts, group_sizes, kept, dy, activation)
-            return dense_kernels.backward(*args, dtypes=dtypes, interpret=interpret)
-
-        return run
-
-    return kernel_call(build, x, for_kernels(experts, x.dtype), group_sizes, kept, dy)
-
-
-def _choose(implementation: Implementation | None, pallas: Any, plain: Any, *args: Any) -> Any:
-    if implementation is None:
-        return best_of('grouped_mlp', pallas, plain, *args)
-    return (pallas if implementation == 'pallas' else plain)(*args)
+def _backward_on_tpu(interpret, x, experts, group_sizes, kept, dy, *, activation):
+    args = (for_kernels(experts, x.dtype), group_sizes, kept, dy, activation)
+    if is_packed(experts.w1):
+        return mxfp4_kernels.backward(*args, interpret=interpret), [None] * 3
+    return dense_kernels.backward(x, *args, dtypes=[w.dtype for w in experts], interpret=interpret)
 
 
 def _forward(x, experts, group_sizes, activation, implementation, keep):
     forms = (
         functools.partial(form, activation=activation, keep=keep)
-        for form in (_kernel_forward, xla.forward)
+        for form in (_forward_on_tpu, xla.forward)
     )
-    return _choose(implementation, *forms, x, experts, group_sizes)
+    return run_form('grouped_mlp', implementation, *forms, x, experts, group_sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -180,9 +145,10 @@ def _grouped_mlp_forward(x, experts, group_sizes, activation, implementation):
 def _grouped_mlp_backward(activation, implementation, residuals, dy):
     x, experts, group_sizes, kept = residuals
     forms = (
-        functools.partial(form, activation=activation) for form in (_kernel_backward, xla.backward)
+        functools.partial(form, activation=activation) for form in (_backward_on_tpu, xla.backward)
     )
-    dx, grads = _choose(implementation, *forms, x, experts, group_sizes, kept, dy)
+    args = (x, experts, group_sizes, kept, dy)
+    dx, grads = run_form('grouped_mlp', implementation, *forms, *args)
     return dx, Experts(*grads), None
 
 

@@ -10,16 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.checks import check_floating, check_integer
-from pallas_kernels.common.platform import best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.grouped_mlp import token_kernel, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
-from pallas_kernels.grouped_mlp.api import (
-    Implementation,
-    check_experts,
-    check_implementation,
-    for_kernels,
-    unsupported,
-)
+from pallas_kernels.grouped_mlp.api import check_experts, for_kernels, unsupported
 from pallas_kernels.grouped_mlp.experts import Experts
 from pallas_kernels.grouped_mlp.reference import token_mlp_reference
 
@@ -78,16 +72,11 @@ def token_mlp(
     problem = unsupported(x, experts)
     if x.shape[0] > MAX_TOKENS:
         problem = f'has {x.shape[0]} tokens, wanted at most {MAX_TOKENS}'
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"token_mlp: 'pallas' {problem}; use implementation='xla'")
+    implementation = form_for('token_mlp', implementation, problem)
     if 0 in (x.size, expert_ids.size, num_experts, experts.inner):
         return jnp.zeros_like(x)
-    pallas, plain = (functools.partial(form, activation=activation) for form in (_kernel, _xla))
-    if implementation == 'pallas':
-        return pallas(*args)
-    if implementation == 'xla' or problem:
-        return plain(*args)
-    return best_of('token_mlp', pallas, plain, *args)
+    forms = (functools.partial(form, activation=activation) for form in (_on_tpu, _xla))
+    return run_form('token_mlp', implementation, *forms, *args)
 
 
 class Needed(NamedTuple):
@@ -114,12 +103,10 @@ def needed(expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int) -
     return Needed(ids, count[None], weights[ids][:, None])
 
 
-def _kernel(x, experts, expert_ids, expert_weights, *, activation):
-    def build(interpret):
-        return functools.partial(token_kernel.run, activation=activation, interpret=interpret)
-
+def _on_tpu(interpret, x, experts, expert_ids, expert_weights, *, activation):
     chosen = needed(expert_ids, expert_weights, experts.num_experts)
-    return kernel_call(build, x, for_kernels(experts, x.dtype), *chosen)
+    args = (x, for_kernels(experts, x.dtype), *chosen)
+    return token_kernel.run(*args, activation=activation, interpret=interpret)
 
 
 def _xla(x, experts, expert_ids, expert_weights, *, activation):

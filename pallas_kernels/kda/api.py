@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
-from pallas_kernels.common.platform import Implementation, best_of
+from pallas_kernels.common.platform import Implementation, check_implementation, run_form
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.kda.chunked import chunked_kda
 from pallas_kernels.kda.gate import Gate, GateArrays, check_gate, kda_gate
@@ -93,6 +93,7 @@ def kda(
     _check_shapes(q, k, v, g, beta, initial_state, segment_ids)
     if precision not in ('default', 'precise'):
         raise ValueError(f"kda: precision is {precision!r}, wanted 'default' or 'precise'")
+    check_implementation('kda', implementation)
     _check_bound(gate, g, segment_ids, g_lower_bound)
     check_runs('kda', segment_ids)
     if gate is not None:
@@ -105,29 +106,22 @@ def kda(
         'qk_l2norm': qk_l2norm,
         'precise': precision == 'precise',
     }
-    tpu = functools.partial(tpu_kda, **options)
-    xla = functools.partial(_plain, chunked=True, **options)
+    if implementation == 'reference':
+        return _plain(*arrays, chunked=False, **options)
     reason = why_unsupported(q, v)
-    match implementation:
-        case 'reference':
-            return _plain(*arrays, chunked=False, **options)
-        case 'xla':
-            return xla(*arrays)
-        case 'pallas':
-            if reason is not None:
-                raise NotImplementedError(
-                    f"kda: implementation 'pallas': {reason}; use 'xla' or None"
-                )
-            return tpu(*arrays)
-        case None:
-            if reason is not None:
-                return xla(*arrays)
-            return best_of('kda', functools.partial(tpu, interpret=False), xla, *arrays)
-        case _:
-            raise ValueError(
-                f'kda: implementation is {implementation!r}, '
-                "wanted 'reference', 'xla', 'pallas' or None"
-            )
+    if reason is not None:
+        if implementation == 'pallas':
+            raise NotImplementedError(f"kda: implementation 'pallas': {reason}; use 'xla' or None")
+        implementation = 'xla'
+
+    def on_tpu(interpret, *arrays):
+        return tpu_kda(*arrays, interpret=interpret, **options)
+
+    xla = functools.partial(_plain, chunked=True, **options)
+    if implementation == 'pallas':
+        # Chosen inside the custom gradient, so that JAX does not differentiate the choice.
+        return on_tpu(None, *arrays)
+    return run_form('kda', implementation, on_tpu, xla, *arrays)
 
 
 def _check_bound(gate, g, segment_ids, g_lower_bound) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
-from pallas_kernels.common.platform import best_of, kernel_call
+from pallas_kernels.common.platform import check_implementation, form_for, run_form
 from pallas_kernels.common.tiles import tiles_for
 from pallas_kernels.kda.decode_kernel import WIDTH, decode_call, default_tiles, plan_decode
 from pallas_kernels.kda.gate import Gate, check_gate, kda_gate
@@ -164,32 +164,22 @@ def _run(
     slots: jax.Array,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    if implementation not in ('xla', 'pallas', None):
-        raise ValueError(
-            f"kda_decode: implementation is {implementation!r}, wanted 'xla', 'pallas' or None"
-        )
+    check_implementation('kda_decode', implementation, get_args(Implementation))
     lower_bound = layer[1].lower_bound if layer else None
     # The bound is a number of the program, not an array of it.
     arrays = (previous, accepted, tokens, layer and (layer[0], layer[1][:2]), pool, tails, slots)
-    leaves, tree = jax.tree.flatten(arrays)
 
-    def of(function: Callable[..., Any], **kwargs) -> Callable[..., Any]:
-        def run(*leaves):
-            *arrays, layer, pool, tails, slots = jax.tree.unflatten(tree, leaves)
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args):
+            *args, layer, pool, tails, slots = args
             if layer:
                 layer = (layer[0], Gate(*layer[1], lower_bound))
-            return function(*arrays, layer, pool, tails, slots, **kwargs)
+            return function(*args, layer, pool, tails, slots)
 
         return run
 
-    problem = _unsupported(tokens, pool)
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"kda_decode: 'pallas' {problem}; use implementation='xla'")
-    if implementation == 'xla' or problem:
-        return _in_xla(previous, accepted, tokens, layer, pool, tails, slots)
-    if implementation == 'pallas':
-        return kernel_call(lambda interpret: of(_on_tpu, interpret=interpret), *leaves)
-    return best_of('kda_decode', of(_on_tpu, interpret=False), of(_in_xla), *leaves)
+    implementation = form_for('kda_decode', implementation, _unsupported(tokens, pool))
+    return run_form('kda_decode', implementation, of(_on_tpu), of(_in_xla), *arrays)
 
 
 def _token(
@@ -244,6 +234,7 @@ def _in_xla(
 
 
 def _on_tpu(
+    interpret: bool,
     previous: Projected | None,
     accepted: jax.Array | None,
     tokens: Projected,
@@ -251,8 +242,6 @@ def _on_tpu(
     pool: jax.Array,
     tails: jax.Array | None,
     slots: jax.Array,
-    *,
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     num_slots, heads = pool.shape[:2]
     rows, dtype = slots.shape[0], tokens.v.dtype

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.platform import Implementation, best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.mla.blocks import ONE_ROW, How
 from pallas_kernels.mla.on_tpu import (
@@ -54,21 +54,13 @@ def causal_attention(
     Source: Kimi K3 Gated MLA (no rotation; the scale is that of q's whole width).
     """
     _check(q, k, v, segment_ids)
+    check_implementation('causal_attention', implementation)
     check_runs('causal_attention', segment_ids)
     runs = None if segment_ids is None else runs_of(segment_ids)
     if implementation == 'reference':
         o, top = attention_reference(q, k, v, runs)
         return (o, top) if with_max_logit else o
-    if implementation not in ('xla', 'pallas', None):
-        raise ValueError(
-            f'causal_attention: implementation is {implementation!r}, '
-            "wanted 'reference', 'xla', 'pallas' or None"
-        )
-    problem = unsupported(q, v)
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"causal_attention: 'pallas' {problem}; use implementation='xla'")
-    if problem:
-        implementation = 'xla'
+    implementation = form_for('causal_attention', implementation, unsupported(q, v))
     o, top = _attend(_Static(implementation, ONE_ROW), q, k, v, runs)
     return (o, top) if with_max_logit else o
 
@@ -144,15 +136,9 @@ class _Static(NamedTuple):
     how: How
 
     def choose(self, on_tpu: Callable[..., Any], on_xla: Callable[..., Any], *args: Any) -> Any:
-        """on_tpu(interpret, how, *args) where it is wanted, else on_xla(how, *args)."""
-        on_xla = functools.partial(on_xla, self.how)
-        if self.implementation == 'xla':
-            return on_xla(*args)
-        if self.implementation == 'pallas':
-            return kernel_call(
-                lambda interpret: functools.partial(on_tpu, interpret, self.how), *args
-            )
-        return best_of('mla', functools.partial(on_tpu, False, self.how), on_xla, *args)
+        """on_tpu(how, interpret, *args) where it is wanted, else on_xla(how, *args)."""
+        forms = (functools.partial(form, self.how) for form in (on_tpu, on_xla))
+        return run_form('mla', self.implementation, *forms, *args)
 
 
 def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):

@@ -132,8 +132,8 @@ def _unrows(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def attention_on_tpu(
-    interpret: bool,
     how: How,
+    interpret: bool,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -151,8 +151,8 @@ def attention_on_tpu(
 
 
 def gradients_on_tpu(
-    interpret: bool,
     how: How,
+    interpret: bool,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.common.platform import best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.common.tiles import tiles_for
 from pallas_kernels.mla.blocks import LANES, LOWEST, up_to
 from pallas_kernels.mla.paged_kernel import CORES, PagedPlan, paged_decode_kernel
-
-Implementation = Literal['reference', 'xla', 'pallas']
 
 TOKENS = 2048  # worked on at a time
 _XLA_TOKENS = 512
@@ -65,11 +62,7 @@ def paged_decode(
     Source: Kimi K3 MLA (kv_lora_rank 512, qk_rope_head_dim 64), DeepSeek-V2's absorbed form.
     """
     _check(q_latent, q_rope, pages, page_table, lengths)
-    if implementation not in ('reference', 'xla', 'pallas', None):
-        raise ValueError(
-            f'paged_decode: implementation is {implementation!r}, '
-            "wanted 'reference', 'xla', 'pallas' or None"
-        )
+    check_implementation('paged_decode', implementation)
     latent, size = q_latent.shape[-1], pages.shape[1]
     lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, page_table.shape[1] * size)
     page_table = jnp.clip(jnp.asarray(page_table, jnp.int32), 0, pages.shape[0] - 1)
@@ -78,16 +71,10 @@ def paged_decode(
     args = (q, pages, page_table, lengths)
     if implementation == 'reference':
         return _reference(*args, latent=latent, scale=scale)
+    implementation = form_for('paged_decode', implementation, _unsupported(q, pages, page_table))
+    on_tpu = functools.partial(_on_tpu, latent, scale)
     xla = functools.partial(_xla, latent=latent, scale=scale)
-    problem = _unsupported(q, pages, page_table)
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"paged_decode: 'pallas' {problem}; use implementation='xla'")
-    if implementation == 'xla' or problem:
-        return xla(*args)
-    pallas = functools.partial(_on_tpu, latent, scale)
-    if implementation == 'pallas':
-        return kernel_call(lambda interpret: functools.partial(pallas, interpret), *args)
-    return best_of('mla', functools.partial(pallas, False), xla, *args)
+    return run_form('mla', implementation, on_tpu, xla, *args)
 
 
 def _mixed(q: jax.Array, kv: jax.Array, counts: jax.Array, scale: float):

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
-from pallas_kernels.common.platform import Implementation, best_of, kernel_call
+from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.short_conv.backward_kernel import backward
 from pallas_kernels.short_conv.blocks import LANES, SUBLANES, TAPS, Plan, plan_for
@@ -75,11 +75,7 @@ def short_conv(
         raise ValueError(
             f'short_conv: tail has shape {tail.shape}, wanted {(batch, taps - 1, width)}'
         )
-    if implementation not in ('reference', 'xla', 'pallas', None):
-        raise ValueError(
-            f'short_conv: implementation is {implementation!r}, '
-            "wanted 'reference', 'xla', 'pallas' or None"
-        )
+    check_implementation('short_conv', implementation)
     check_not_empty('short_conv', x=x)
     check_floating('short_conv', x=x, weight=weight, tail=tail)
     _check_segments(x, segment_ids)
@@ -96,16 +92,14 @@ def short_conv(
             x, weight, tail=tail, segment_ids=segment_ids, implementation=implementation
         )
         return y[..., :width], tail[..., :width]
-    problem = _unsupported(x, taps)
-    if implementation == 'pallas' and problem:
-        raise NotImplementedError(f"short_conv: 'pallas' {problem}; use implementation='xla'")
+    implementation = form_for('short_conv', implementation, _unsupported(x, taps))
     if implementation == 'reference':
         y = short_conv_reference(x, weight, tail, *numbers)
-    elif implementation == 'xla' or problem or (implementation is None and length == 1):
+    elif implementation == 'xla' or (implementation is None and length == 1):
         # A single token is a handful of rows: the kernel's tile would be mostly empty.
         y = short_conv_xla(x, weight, tail, *numbers)
     else:
-        y = _short_conv(implementation == 'pallas', x, weight, tail, *numbers)
+        y = _short_conv(implementation, x, weight, tail, *numbers)
     return y, _new_tail(jnp.concatenate([tail, x], axis=1), runs, taps)
 
 
@@ -178,24 +172,19 @@ def _backward_in_xla(dy, x, weight, tail, *numbers):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _short_conv(is_pallas: bool, *args: jax.Array) -> jax.Array:
-    if is_pallas:
-        return kernel_call(lambda interpret: functools.partial(_forward_on_tpu, interpret), *args)
-    return best_of('short_conv', functools.partial(_forward_on_tpu, False), short_conv_xla, *args)
+def _short_conv(implementation: Implementation | None, *args: jax.Array) -> jax.Array:
+    return run_form('short_conv', implementation, _forward_on_tpu, short_conv_xla, *args)
 
 
-def _short_conv_fwd(is_pallas: bool, *args: jax.Array):
-    return _short_conv(is_pallas, *args), args
+def _short_conv_fwd(implementation: Implementation | None, *args: jax.Array):
+    return _short_conv(implementation, *args), args
 
 
-def _short_conv_bwd(is_pallas: bool, args: tuple[jax.Array, ...], dy: jax.Array):
-    if is_pallas:
-        grads = kernel_call(
-            lambda interpret: functools.partial(_backward_on_tpu, interpret), dy, *args
-        )
-    else:
-        on_tpu = functools.partial(_backward_on_tpu, False)
-        grads = best_of('short_conv', on_tpu, _backward_in_xla, dy, *args)
+def _short_conv_bwd(
+    implementation: Implementation | None, args: tuple[jax.Array, ...], dy: jax.Array
+):
+    forms = _backward_on_tpu, _backward_in_xla
+    grads = run_form('short_conv', implementation, *forms, dy, *args)
     return *grads, *[None] * (len(args) - len(grads))
 
 

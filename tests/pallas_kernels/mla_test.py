@@ -292,9 +292,9 @@ class TestImplementations:
         *arguments, do = random_arguments(9, shape=shape)
         ids = packed_ids(*shape[:2], seed=3)
         runs = runs_of(jnp.asarray(ids))
-        o, lse, top = on_tpu.attention_on_tpu(interpret, ONE_ROW, *arguments, (runs, runs))
+        o, lse, top = on_tpu.attention_on_tpu(ONE_ROW, interpret, *arguments, (runs, runs))
         gradients = on_tpu.gradients_on_tpu(
-            interpret, ONE_ROW, *arguments, (runs, runs), o, lse, do
+            ONE_ROW, interpret, *arguments, (runs, runs), o, lse, do
         )
         got = dict(zip(('o', *'qkv', 'top'), (o, *gradients, top.max(axis=(0, 2))), strict=True))
         assert_close(got, oracle(*arguments, ids, do), 1e-5)
@@ -324,11 +324,11 @@ class TestImplementations:
             how = [How(causal, jnp.dtype('float32')) for causal in (False, True)]
 
             def attend(i):
-                return Part(*on_tpu.attention_on_tpu(interpret, how[i], *pieces[i]))
+                return Part(*on_tpu.attention_on_tpu(how[i], interpret, *pieces[i]))
 
             def back(i, joined):
                 return on_tpu.gradients_on_tpu(
-                    interpret, how[i], *pieces[i], joined.o, joined.lse, do_late
+                    how[i], interpret, *pieces[i], joined.o, joined.lse, do_late
                 )
         else:
 

@@ -245,10 +245,10 @@ class Plans(NamedTuple):
 def _run(
     call: Callable[..., Any], plan: KernelPlan, interpret: bool | None, arrays: dict[str, jax.Array]
 ) -> Any:
-    def build(interpret: bool) -> Callable[..., Any]:
-        return lambda arrays: call(plan, arrays, interpret)
+    def on_tpu(interpret: bool, arrays: dict[str, jax.Array]) -> Any:
+        return call(plan, arrays, interpret)
 
-    return kernel_call(build, arrays) if interpret is None else build(interpret)(arrays)
+    return kernel_call(on_tpu, arrays) if interpret is None else on_tpu(interpret, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
