@@ -95,8 +95,7 @@ def attend_part(
 
     Not differentiable by JAX: `part_gradients` is its backward pass.
     """
-    wide = jnp.promote_types(v.dtype, jnp.float32)
-    static = _Static('xla' if unsupported(q, v) else implementation, How(causal, wide))
+    static = _static_of_part('attend_part', q, v, causal, implementation)
     return Part(*static.choose(attention_on_tpu, attention_xla, q, k, v, runs))
 
 
@@ -126,8 +125,7 @@ def part_gradients(
 
     Args: o [B, T, H, V] and lse of all parts together; the others as in `attend_part`.
     """
-    wide = jnp.promote_types(v.dtype, jnp.float32)
-    static = _Static('xla' if unsupported(q, v) else implementation, How(causal, wide))
+    static = _static_of_part('part_gradients', q, v, causal, implementation)
     return static.choose(gradients_on_tpu, attention_xla_gradients, q, k, v, runs, o, lse, do)
 
 
@@ -139,6 +137,14 @@ class _Static(NamedTuple):
         """on_tpu(how, interpret, *args) where it is wanted, else on_xla(how, *args)."""
         forms = (functools.partial(form, self.how) for form in (on_tpu, on_xla))
         return run_form('mla', self.implementation, *forms, *args)
+
+
+def _static_of_part(
+    name: str, q: jax.Array, v: jax.Array, causal: bool, implementation: Implementation | None
+) -> _Static:
+    check_implementation(name, implementation, ('xla', 'pallas'))
+    implementation = form_for(name, implementation, unsupported(q, v))
+    return _Static(implementation, How(causal, jnp.promote_types(v.dtype, jnp.float32)))
 
 
 def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, runs: Runs | None):

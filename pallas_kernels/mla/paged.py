@@ -74,7 +74,7 @@ def paged_decode(
     implementation = form_for('paged_decode', implementation, _unsupported(q, pages, page_table))
     on_tpu = functools.partial(_on_tpu, latent, scale)
     xla = functools.partial(_xla, latent=latent, scale=scale)
-    return run_form('mla', implementation, on_tpu, xla, *args)
+    return run_form('paged_decode', implementation, on_tpu, xla, *args)
 
 
 def _mixed(q: jax.Array, kv: jax.Array, counts: jax.Array, scale: float):

@@ -349,6 +349,16 @@ class TestImplementations:
         )
         assert_close(got, {name: want[name] for name in got}, 1e-5)
 
+    def test_a_part_has_no_reference_and_says_what_the_kernel_cannot_take(self):
+        q, k, v = (jnp.zeros((1, 2, 1, 8)) for _ in range(3))
+        with pytest.raises(ValueError, match="attend_part: implementation is 'reference', wanted"):
+            attend_part(q, k, v, None, causal=True, implementation='reference')
+        q, k, v = (x.astype(jnp.float16) for x in (q, k, v))
+        with pytest.raises(
+            NotImplementedError, match="attend_part: 'pallas' .* use implementation"
+        ):
+            attend_part(q, k, v, None, causal=True, implementation='pallas')
+
     def test_bad_input_is_refused(self):
         q, k, v, _ = random_arguments(shape=(1, 4, 2, 64, 32))
         with pytest.raises(ValueError, match="implementation is 'cuda'"):
