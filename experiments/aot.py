@@ -27,7 +27,9 @@ from k3jax.aot.sweep import line, points, ranked, run
 from k3jax.flags import define_config_flags, load_config, run_main
 
 _JOB = flags.DEFINE_enum('job', 'train', ['train', 'prefill', 'decode'], 'What to compile.')
-_TOPOLOGY = flags.DEFINE_string('topology', 'v5p:2x2x1', 'TPU to compile for, all of its chips.')
+_TOPOLOGY = flags.DEFINE_string(
+    'topology', 'v5p:2x2x1', 'TPU slice to compile for, all of its chips; mesh.slices of them.'
+)
 _JSON = flags.DEFINE_string('json', None, 'File to write the figures to.')
 _HTML = flags.DEFINE_string('html', None, 'File to write a page with plots to.')
 _KERNEL_SECONDS = flags.DEFINE_string(
@@ -50,7 +52,7 @@ def _compiled() -> Report:
         ici_bandwidth=ICI_BANDWIDTH[_TOPOLOGY.value.split(':')[0]],
         kernel_seconds=read_kernel_seconds(path) if path else {},
     )
-    mesh = mesh_for(config, _JOB.value, devices_of(_TOPOLOGY.value))
+    mesh = mesh_for(config, _JOB.value, devices_of(_TOPOLOGY.value, config.mesh.slices))
     # Kernels ask the mesh for the chip's generation.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         job = build_job(config, _JOB.value, mesh, chip.hbm_bytes)
@@ -61,6 +63,7 @@ def _compiled() -> Report:
         'job': _JOB.value,
         'topology': _TOPOLOGY.value,
         'mesh': dict(mesh.shape),
+        'slices': config.mesh.slices,
         'chips': mesh.size,
         'note': job.note,
     }

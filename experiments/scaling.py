@@ -39,7 +39,8 @@ def _checked(config: Config, points: Sequence[Point]) -> dict[Point, Config]:
     for point in points:
         check_topology(point.topology)
         configs[point] = apply_overrides(config, point.settings)
-        mesh_for(configs[point], _JOB.value, devices_of(point.topology))
+        devices = devices_of(point.topology, configs[point].mesh.slices)
+        mesh_for(configs[point], _JOB.value, devices)
     return configs
 
 

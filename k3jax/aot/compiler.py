@@ -43,15 +43,17 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def devices_of(topology: str) -> list[jax.Device]:
-    """The chips of a topology that is not there.
+def devices_of(topology: str, num_slices: int = 1) -> list[jax.Device]:
+    """The chips of slices that are not there, each of this topology.
 
     Raises:
       ValueError: libtpu knows no such topology.
     """
     prepare_environment()
     try:
-        return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
+        return topologies.get_topology_desc(
+            platform='tpu', topology_name=topology, num_slices=num_slices
+        ).devices
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f'libtpu knows no topology {topology!r}; v5p:2x2x1 is one') from error
 

@@ -165,6 +165,11 @@ def notes(report: Report) -> list[str]:
         'overlaps, vector work outside kernels costs nothing beside its bytes, and starting an '
         "operation or an exchange and traffic to the host's memory cost nothing."
     ]
+    if report.get('slices', 1) > 1:
+        found.append(
+            f'{report["slices"]} slices: what crosses the network between them is counted as if it '
+            'were within one.'
+        )
     if report.get('note'):
         found.append(report['note'])
     without = sorted({row['name'] for row in report.get('kernels', ()) if not row['has_cost']})

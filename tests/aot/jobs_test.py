@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def compiled(config, job, topology):
-    mesh = mesh_for(config, job, devices_of(topology))
+    mesh = mesh_for(config, job, devices_of(topology, config.mesh.slices))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         built = build_job(config, job, mesh)
         lowered = jax.jit(built.function, donate_argnums=built.donate).lower(*built.args)
@@ -61,6 +61,17 @@ def test_a_step_on_64_chips_has_our_kernels_and_moves_tokens_not_expert_tables()
     kinds = collective_bytes(program)
     assert kinds.keys() >= {'ragged-all-to-all', 'all-gather', 'collective-permute'}, kinds
     assert done.memory.required < done.memory.limit
+
+
+@pytest.mark.slow
+def test_a_step_on_two_slices_sends_no_tokens_between_them():
+    config = tiny(MeshConfig(expert=2, sequence=2, slices=2, whole_below=0))
+    done, program = compiled(config, 'train', 'v5p:2x2x1')
+    assert done.memory.required < done.memory.limit
+    mesh = mesh_for(config, 'train', devices_of('v5p:2x2x1', 2))
+    assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
+    exchanged = [op for op in program.ops if op.kind == 'ragged-all-to-all']
+    assert exchanged and {op.group for op in exchanged} == {2}
 
 
 def test_kimi_linear_decodes_on_four_chips():
