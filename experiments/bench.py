@@ -28,7 +28,7 @@ from k3jax.model.kimi import Kimi, decode, init_params, prefill
 from k3jax.model.plan import unstack_params
 from k3jax.model.run import Run
 from k3jax.serve.load import Loaded, open_model
-from k3jax.train.optim import leaf_labels, make_optimizer
+from k3jax.train.optim import make_optimizer
 from k3jax.train.profile import op_scopes, time_by_scope
 from k3jax.train.state import TrainState
 from k3jax.train.step import make_train_step
@@ -80,8 +80,7 @@ class Ours:
     def _make_train(self, rng: np.random.Generator):
         batch, length = TRAIN
         optimizer_config = config_from_file(_CONFIG.value).optimizer
-        labels = leaf_labels(self.config, self.model.plan)
-        optimizer = make_optimizer(optimizer_config, 1000, labels)
+        optimizer = make_optimizer(optimizer_config, 1000, self.config, self.model.plan)
         self._state = TrainState(jnp.int32(0), self.params, optimizer.init(self.params))
         tokens = rng.integers(0, self.config.vocab_size, (batch, length + 1)).astype(np.int32)
         ones = np.ones((batch, length), np.int32)

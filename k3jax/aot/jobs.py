@@ -18,7 +18,7 @@ from k3jax.parallel.mesh import check_fits, make_mesh
 from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import cuts_of, decode_step, prefill_step
-from k3jax.train.optim import leaf_labels, make_optimizer
+from k3jax.train.optim import make_optimizer
 from k3jax.train.state import abstract_state, check_state_fits, check_trainable
 from k3jax.train.step import make_train_step
 
@@ -100,8 +100,7 @@ def _int32(spec: PartitionSpec, mesh: Mesh, *shape: int) -> jax.ShapeDtypeStruct
 def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
     check_trainable(config.model)
     model, data = _model(config, mesh, 'train'), config.data
-    labels = leaf_labels(config.model, model.plan)
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps, labels)
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps, config.model, model.plan)
     state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
     check_state_fits(state, model, chip_bytes)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec

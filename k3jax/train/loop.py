@@ -29,7 +29,7 @@ from k3jax.train import metrics as metrics_lib
 from k3jax.train.barrier import wait_for_all
 from k3jax.train.checkpoint import Checkpoints, check_config, write_config
 from k3jax.train.eval import HeldOut, evaluate
-from k3jax.train.optim import leaf_labels, learning_rate, make_optimizer
+from k3jax.train.optim import learning_rate, make_optimizer
 from k3jax.train.placement import Placement, joined_positions
 from k3jax.train.state import (
     TrainState,
@@ -133,8 +133,9 @@ class Trainer:
         self.data = loader.train_iterator(
             config.data, self.tokenizer, streams=self.placement.streams
         )
-        labels = leaf_labels(config.model, self.model.plan)
-        self.optimizer = make_optimizer(config.optimizer, train.num_steps, labels)
+        self.optimizer = make_optimizer(
+            config.optimizer, train.num_steps, config.model, self.model.plan
+        )
         memory = config.optimizer.state_memory
         self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
         memory_stats = self.mesh.local_devices[0].memory_stats() or {}

@@ -11,7 +11,7 @@ from k3jax.model.run import Run
 from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
 from k3jax.train.checkpoint import Checkpoints
-from k3jax.train.optim import leaf_labels, make_optimizer
+from k3jax.train.optim import make_optimizer
 from k3jax.train.state import abstract_state, fresh_state
 from tests import tiny
 
@@ -25,7 +25,7 @@ def test_eight_devices_then_four_then_one_hold_the_same_bits(tmp_path):
         run = Run(jnp.float32, jnp.float32, implementation='xla')
         run = run._replace(parallel=parallel_of(mesh, mesh_config, 'train'))
         model = Kimi(config, run)
-        optimizer = make_optimizer(OptimizerConfig(), 1000, leaf_labels(config, model.plan))
+        optimizer = make_optimizer(OptimizerConfig(), 1000, config, model.plan)
         waits = 'pinned_host' if number == 1 else 'device'
         abstract = abstract_state(model, optimizer, mesh, waits)
         if before is None:

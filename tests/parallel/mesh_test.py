@@ -22,7 +22,7 @@ from k3jax.model.run import Run
 from k3jax.parallel.mesh import check_fits, filled, make_mesh
 from k3jax.parallel.rules import RULES, axes_of, spec_of
 from k3jax.parallel.shard import Parallel, parallel_of
-from k3jax.train.optim import leaf_labels, make_optimizer
+from k3jax.train.optim import make_optimizer
 from k3jax.train.state import abstract_state, check_state_fits, chip_bytes, fresh_state
 from tests import tiny
 
@@ -169,8 +169,7 @@ def test_the_state_is_made_in_parts_that_equal_the_whole():
     mesh = make_mesh(config.mesh)
     run = Run(jnp.float32, jnp.float32, implementation='xla')
     model = Kimi(config.model, run._replace(parallel=parallel_of(mesh, config.mesh, 'train')))
-    labels = leaf_labels(config.model, model.plan)
-    optimizer = make_optimizer(config.optimizer, 1000, labels)
+    optimizer = make_optimizer(config.optimizer, 1000, config.model, model.plan)
     abstract = abstract_state(model, optimizer, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     make = jax.jit(
@@ -203,7 +202,7 @@ def test_a_state_that_cannot_lie_on_a_chip_is_refused_with_the_numbers():
         config.model,
         Run(jnp.float32, jnp.float32, parallel=parallel_of(mesh, config.mesh, 'train')),
     )
-    optimizer = make_optimizer(config.optimizer, 1000, leaf_labels(config.model, model.plan))
+    optimizer = make_optimizer(config.optimizer, 1000, config.model, model.plan)
     abstract = abstract_state(model, optimizer, mesh)
     need = chip_bytes(abstract) + chip_bytes(abstract.params)
     with pytest.raises(ConfigError, match='wanted at most .* take at least 3 times the chips'):

@@ -16,7 +16,7 @@ from k3jax.model.run import Run
 from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import decode_step, prefill_step
-from k3jax.train.optim import leaf_labels, make_optimizer
+from k3jax.train.optim import make_optimizer
 from k3jax.train.state import TrainState, abstract_state, working_copy
 from k3jax.train.step import make_gradient, make_train_step
 from tests import tiny
@@ -109,7 +109,7 @@ def stepped(shape, state_memory):
     run = RUN._replace(parallel=parallel_of(mesh, config, 'train'))
     model = Kimi(CONFIG, run)
     settings = OptimizerConfig(warmup_steps=0, learning_rate=1e-2)
-    optimizer = make_optimizer(settings, 10, leaf_labels(CONFIG, model.plan))
+    optimizer = make_optimizer(settings, 10, CONFIG, model.plan)
     placed = abstract_state(model, optimizer, mesh, state_memory)
     state = TrainState(jnp.int32(0), params(), jax.jit(optimizer.init)(params()))
     state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, placed))

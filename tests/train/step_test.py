@@ -39,8 +39,7 @@ def batch():
 
 
 def make(num_steps=10, grad_accum_steps=1, config=OPTIMIZER):
-    labels = optim.leaf_labels(CONFIG, MODEL.plan)
-    optimizer = optim.make_optimizer(config, num_steps, labels)
+    optimizer = optim.make_optimizer(config, num_steps, CONFIG, MODEL.plan)
     return optimizer, jax.jit(make_train_step(MODEL, optimizer, grad_accum_steps))
 
 
@@ -105,7 +104,7 @@ def test_the_correction_bias_is_held_and_everything_else_moves(params, stepped):
 
 
 def test_weight_decay_is_on_matrices_only():
-    labels = optim.leaf_labels(CONFIG, MODEL.plan)
+    labels = optim.labels_of(OPTIMIZER, CONFIG, MODEL.plan)
     by_name: dict[str, set[str]] = {}
     for path, label in jax.tree_util.tree_leaves_with_path(labels):
         by_name.setdefault(path[-1].key, set()).add(label)
@@ -126,7 +125,7 @@ def test_learning_rate_warms_up_linearly_and_ends_at_its_ratio():
 
 def test_gradients_are_clipped_by_their_global_norm(params):
     config = dataclasses.replace(OPTIMIZER, weight_decay=0.0)
-    optimizer = optim.make_optimizer(config, 10, optim.leaf_labels(CONFIG, MODEL.plan))
+    optimizer = optim.make_optimizer(config, 10, CONFIG, MODEL.plan)
     huge = jax.tree.map(lambda x: jnp.full_like(x, 1e6), params)
     small = jax.tree.map(lambda x: x / 1e3, huge)
     a, _ = optimizer.update(huge, optimizer.init(params), params)

@@ -1,0 +1,204 @@
+"""Muon against vectors, float64 and optax; every parameter of the family is in a group."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import kimi_k3, kimi_linear_48b
+from k3jax.config import ConfigError, MuonConfig, OptimizerConfig
+from k3jax.model.layout import Leaf
+from k3jax.model.plan import depth_plan
+from k3jax.train import optim
+from k3jax.train.muon import Blocks, muon_direction, newton_schulz, scale_by_muon
+from tests import tiny
+
+EXACT = MuonConfig(dtype='float32')
+
+
+def by_loop(x, config=EXACT):
+    """Newton-Schulz of one matrix in numpy float64."""
+    x = np.asarray(x, np.float64)
+    if wide := x.shape[0] > x.shape[1]:
+        x = x.T
+    x = x / (np.sqrt((x**2).sum()) + 1e-7)
+    a, b, c = config.coefficients
+    for _ in range(config.steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if wide else x
+
+
+def random(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_the_vector_of_the_specification():
+    matrix = np.array([[1.0, 2, 0], [0, 1, -1]])
+    got = newton_schulz(jnp.asarray(matrix), EXACT)
+    want = [[0.4468269, 0.5926886, 0.3009700], [-0.3009700, 0.2963443, -0.8982842]]
+    np.testing.assert_allclose(by_loop(matrix), want, atol=1e-7)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    values = np.linalg.svd(got, compute_uv=False)
+    np.testing.assert_allclose(values, [1.048769, 0.725892], atol=1e-5)
+
+
+def test_a_small_head_moves_as_far_as_a_large_one_only_when_it_is_a_block():
+    x = np.random.default_rng(0).normal(size=(8, 8))  # two heads of four rows
+    x[4:] *= 1e-3
+    x = jnp.asarray(x, jnp.float32)
+    norms = lambda y: [float(jnp.linalg.norm(y[:4])), float(jnp.linalg.norm(y[4:]))]  # noqa: E731
+    together = norms(newton_schulz(x, EXACT))
+    apart = norms(newton_schulz(x.reshape(2, 4, 8), EXACT).reshape(8, 8))
+    assert together[1] < 0.3 * together[0]
+    assert apart[1] > 0.8 * apart[0]
+
+
+@pytest.mark.parametrize('shape', [(5, 3), (3, 5), (4, 4), (1, 6)])
+def test_equals_float64_and_optax(shape):
+    x = random(1, 2, *shape)
+    got = newton_schulz(jnp.asarray(x), EXACT)
+    for one, matrix in zip(got, x, strict=True):
+        np.testing.assert_allclose(one, by_loop(matrix), rtol=1e-5, atol=1e-6)
+        by_optax = optax.contrib.muon(
+            -1.0, EXACT.coefficients, EXACT.steps, beta=0.0, eps=1e-7, nesterov=False,
+            consistent_rms=0.2,
+        )  # fmt: skip
+        moved, _ = by_optax.update(matrix, by_optax.init(jnp.asarray(matrix)), matrix)
+        ours = muon_direction(jnp.asarray(matrix), Blocks(1, shape[:1]), EXACT)
+        np.testing.assert_allclose(ours, moved, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_an_update_has_the_rms_of_adam(dtype):
+    direction = muon_direction(
+        jnp.asarray(random(2, 64, 48)), Blocks(2, (24, 8)), MuonConfig(dtype=dtype)
+    )
+    for block in (direction[:24], direction[24:32], direction[32:56], direction[56:]):
+        assert 0.14 < float(jnp.sqrt(jnp.mean(block**2))) < 0.25
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 99))
+def test_permuting_heads_commutes(heads, keys, values, seed):
+    rows = (keys, values) if values else (keys,)
+    blocks = Blocks(heads, rows)
+    x = random(seed, 2, heads, sum(rows), 6)
+    order = np.random.default_rng(seed).permutation(heads)
+
+    def moved(x):
+        return muon_direction(jnp.asarray(x.reshape(2, -1, 6)), blocks, EXACT).reshape(x.shape)
+
+    np.testing.assert_allclose(moved(x[:, order]), moved(x)[:, order], atol=1e-5)
+
+
+def test_zero_momentum_moves_nothing():
+    assert not np.any(muon_direction(jnp.zeros((4, 3)), Blocks(2, (2,)), EXACT))
+
+
+@pytest.mark.parametrize('nesterov', [False, True])
+def test_momentum_accumulates_as_published(nesterov):
+    config = dataclasses.replace(EXACT, nesterov=nesterov)
+    moved = scale_by_muon({'w': Blocks(1, (3,))}, config)
+    grads = [random(seed, 3, 4) for seed in (5, 6)]
+    state, momentum = moved.init({'w': jnp.zeros((3, 4))}), 0.0
+    for grad in grads:
+        got, state = moved.update({'w': grad}, state)
+        momentum = 0.95 * momentum + np.asarray(grad, np.float64)
+        ahead = grad + 0.95 * momentum if nesterov else momentum
+        np.testing.assert_allclose(got['w'], 0.2 * 2 * by_loop(ahead), rtol=1e-4, atol=1e-5)
+
+
+def groups(model):
+    names = {}
+    plan = depth_plan(model)
+    labels = optim.labels_of(OptimizerConfig(name='muon'), model, plan)
+    for path, label in jax.tree_util.tree_leaves_with_path(labels):
+        names.setdefault(path[-1].key, set()).add(label)
+    assert all(len(found) == 1 for found in names.values())
+    return {name: found.pop() for name, found in names.items()}
+
+
+@pytest.mark.parametrize('config', [kimi_k3, kimi_linear_48b])
+def test_every_parameter_is_in_a_group(config):
+    """Matrices move by Muon, everything else by AdamW, the balancing bias by neither."""
+    table = groups(config.get_config().model)
+    print(*(f'{name:28s} {label}' for name, label in sorted(table.items())), sep='\n')
+    moved = {name for name, label in table.items() if label == 'muon'}
+    assert {'q_proj', 'kv_b_proj', 'w1', 'w2', 'w3', 'gate', 'o_proj', 'down_proj'} <= moved
+    assert not moved & {'embed_tokens', 'lm_head', 'q_conv1d', 'A_log', 'norm', 'dt_bias'}
+    assert table['e_score_correction_bias'] == 'held'
+    assert table['embed_tokens'] == table['lm_head'] == 'decayed'
+    assert {table[x] for x in ('norm', 'A_log', 'dt_bias', 'q_conv1d')} == {'plain'}
+
+
+def test_a_parameter_without_a_group_is_an_error():
+    with pytest.raises(ConfigError, match="no group has the parameter 'new_proj'"):
+        optim.group_of('new_proj')
+
+
+def test_blocks_are_heads_and_experts():
+    model = kimi_k3.get_config().model
+    leaf = Leaf((96 * 192, 1536), ('heads', None))
+    assert optim.blocks_of('q_b_proj', leaf, model, True) == Blocks(96, (192,))
+    leaf = Leaf((96 * 256, 512), ('heads', None))
+    assert optim.blocks_of('kv_b_proj', leaf, model, True) == Blocks(96, (128, 128))
+    assert optim.blocks_of('kv_b_proj', leaf, model, False) == Blocks(96, (256,))
+    leaf = Leaf((896, 3072, 3584), ('expert', 'expert_rows', None))
+    assert optim.blocks_of('w1', leaf, model, True) == Blocks(1, (3072,))
+    with pytest.raises(ConfigError, match='q_proj has 100 rows, wanted a multiple of 96 heads'):
+        optim.blocks_of('q_proj', Leaf((100, 8), ('kda_heads', 'embed')), model, True)
+
+
+def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
+    model = tiny.k3((1,), (2,))
+    plan = depth_plan(model)
+    config = OptimizerConfig(
+        name='muon', muon=EXACT, warmup_steps=0, learning_rate=0.1, grad_clip_norm=1e9
+    )
+    optimizer = optim.make_optimizer(config, 10, model, plan)
+    leaves = optim.map_leaves(lambda name, leaf, lead: (*lead, *leaf.shape), model, plan)
+    params = jax.tree.map(
+        lambda shape: jnp.asarray(random(len(shape), *shape)),
+        leaves,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    grads = jax.tree.map(lambda x: jnp.asarray(random(x.size, *x.shape)), params)
+    updates, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    momenta = [
+        path
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+        if 'momentum' in jax.tree_util.keystr(path)
+    ]
+    assert len(momenta) == sum(
+        label == 'muon' for label in jax.tree.leaves(optim.labels_of(config, model, plan))
+    )
+
+    def at(tree, *names):
+        found = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if tuple(key.key for key in path)[-len(names) :] == names
+        ]
+        return np.asarray(found[0]).reshape(-1, *found[0].shape[-2:])[0]
+
+    w, g, u = (at(tree, 'self_attn', 'kv_b_proj') for tree in (params, grads, updates))
+    heads, keys, values = 2, 8, 6
+    want = []
+    for block in np.split(g, heads):
+        for part in (block[:keys], block[keys:]):
+            want.append(0.2 * np.sqrt(max(part.shape)) * by_loop(part))
+    want = -0.1 * (np.concatenate(want) + 0.1 * w)
+    assert u.shape == (heads * (keys + values), 10)
+    np.testing.assert_allclose(u, want, rtol=1e-3, atol=1e-5)
+    bias = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(updates)
+        if path[-1].key == 'e_score_correction_bias'
+    ]
+    assert bias and not any(np.any(x) for x in bias)
