@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from absl import flags
 from etils import epath
 
+from k3jax.aot.chips import chip_of
 from k3jax.aot.compiler import check_topology, devices_of
-from k3jax.aot.jobs import mesh_for
+from k3jax.aot.jobs import build_job, mesh_for
 from k3jax.aot.report import Report
 from k3jax.aot.scaling import Point, markdown, plot, read_points, rows_of, stored_rows
 from k3jax.aot.sweep import run_point
 from k3jax.config import Config
-from k3jax.flags import define_config_flags, load_config, run_main
+from k3jax.flags import config_from_file, define_config_flags, run_main
 from k3jax.overrides import apply_overrides
 
 _JOB = flags.DEFINE_enum('job', 'train', ['train', 'prefill', 'decode'], 'What to compile.')
@@ -34,31 +35,32 @@ define_config_flags(has_workdir=False)
 
 
 def _checked(config: Config, points: Sequence[Point]) -> dict[Point, Config]:
-    """Each point's config, found to fit its slice."""
+    """Each point's config, found to fit its slice as far as that is known before it is compiled."""
     configs = {}
     for point in points:
         check_topology(point.topology)
         configs[point] = apply_overrides(config, point.settings)
         devices = devices_of(point.topology, configs[point].mesh.slices)
-        mesh_for(configs[point], _JOB.value, devices)
+        mesh = mesh_for(configs[point], _JOB.value, devices)
+        build_job(configs[point], _JOB.value, mesh, chip_of(point.topology).hbm_bytes)
     return configs
 
 
 def main(_: Sequence[str]) -> int:
     """Exit status 1 if no point fits."""
-    points = read_points(_POINTS.value)
+    shared = tuple(flags.FLAGS.set)
+    points = [p._replace(settings=shared + p.settings) for p in read_points(_POINTS.value)]
     for name, path in (('json', _JSON.value), ('png', _PNG.value)):
         if path and not epath.Path(path).parent.is_dir():
             raise ValueError(f'--{name}={path}: there is no such folder; make it first')
-    configs = _checked(load_config(), points)
+    configs = _checked(config_from_file(flags.FLAGS.config), points)
     command = [sys.executable, '-m', 'experiments.aot', f'--job={_JOB.value}']
     command += [f'--config={flags.FLAGS.config}']
-    command += [f'--set={setting}' for setting in flags.FLAGS.set]
 
     def compiled(point: Point) -> Report:
         row = run_point([*command, f'--topology={point.topology}'], point.settings)
         if 'hbm' not in row:
-            raise ValueError(f'--points: {point.key}: {row["error"]}')
+            raise ValueError(f'--points: {point.key}: {row["error"].removeprefix("error: ")}')
         print(f'{point.key}: compiled in {row["compile_seconds"]:.0f} s', flush=True)
         return row | {'context': configs[point].data.sequence_length}
 

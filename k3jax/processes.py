@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from absl import flags, logging
@@ -36,14 +37,15 @@ def start() -> None:
       ValueError: the flags name no complete set of processes.
     """
     given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    timeouts = {
+    limits = {
+        'initialization_timeout': _TIMEOUT.value,
         'heartbeat_timeout_seconds': _TIMEOUT.value,
         'shutdown_timeout_seconds': _TIMEOUT.value,
     }
     if _FROM_ENVIRONMENT.value:
         if given != (None, None, None):
             raise ValueError('--distributed: got --coordinator and such too, wanted one or other')
-        jax.distributed.initialize(**timeouts)
+        _join(**limits)
     elif given != (None, None, None):
         coordinator, count, number = given
         if None in given:
@@ -51,11 +53,26 @@ def start() -> None:
                 f'--coordinator={coordinator} --num_processes={count} --process_id={number}: '
                 'wanted all three, or none for a single process'
             )
+        host, _, port = coordinator.rpartition(':')
+        if not host or not port.isdigit():
+            raise ValueError(f'--coordinator: got {coordinator!r}, wanted HOST:PORT')
+        if count < 1:
+            raise ValueError(f'--num_processes: got {count}, wanted 1 or more')
         if not 0 <= number < count:
             raise ValueError(f'--process_id: got {number}, wanted 0..{count - 1}')
-        jax.distributed.initialize(coordinator, count, number, **timeouts)
+        _join(coordinator, count, number, **limits)
     if jax.process_index() > 0:
         logging.set_verbosity(logging.WARNING)
+
+
+def _join(*args: Any, **limits: int) -> None:
+    try:
+        jax.distributed.initialize(*args, **limits)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f'--coordinator, --distributed: the processes did not find each other ({error}); say '
+            'where process 0 is and start all of them within --process_timeout seconds'
+        ) from error
 
 
 @contextlib.contextmanager

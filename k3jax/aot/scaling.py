@@ -66,11 +66,13 @@ def stored_rows(path: str | None, config: str, job: str) -> dict[str, Report]:
     try:
         rows = json.loads(epath.Path(path).read_text())
         same = all((row['config'], row['job']) == (config, job) for row in rows)
-        found = {row['point']: row for row in rows}
+        found = {row['point']: row for row in rows if row['hbm']}
     except (json.JSONDecodeError, TypeError, KeyError) as error:
         raise ValueError(
             f'--json={path}: wanted rows of this script ({error}); name another file'
         ) from error
+    if not isinstance(rows, list):
+        raise ValueError(f'--json={path}: wanted a list of rows of this script; name another file')
     if not same:
         raise ValueError(
             f'--json={path}: has rows of another config or job than {config}, {job}; name another '
@@ -88,14 +90,17 @@ def part_seconds(row: Report) -> dict[str, float]:
     return shown | {'other': row['step_seconds'] - sum(shown.values())}
 
 
-def _columns(row: Report) -> Iterator[tuple[str, str]]:
+def _peak(row: Report) -> int:
     hbm = row['hbm']
+    return hbm['required'] if hbm['peak'] is None else hbm['peak']
+
+
+def _columns(row: Report) -> Iterator[tuple[str, str]]:
     yield 'slice', row['topology']
     yield 'mesh', 'x'.join(str(size) for size in row['mesh'].values() if size > 1) or '1'
     yield 'context', f'{row["context"]:,}'
     yield 'tokens a chip', f'{row["tokens"] / row["chips"]:,.0f}'
-    peak = hbm['required'] if hbm['peak'] is None else hbm['peak']
-    yield 'HBM peak, GiB', f'{peak / GIB:.1f}'
+    yield 'HBM peak, GiB', f'{_peak(row) / GIB:.1f}'
     if row['error']:
         return
     yield 'GB sent a chip', f'{sum(row["collectives"].values()) / 1e9:.1f}'
@@ -125,15 +130,16 @@ def plot(rows: Sequence[Report], against: str) -> bytes:
     rows = [row for row in rows if not row['error']]
     figure = Figure(figsize=(12, 4), layout='constrained')
     seconds, memory, sent = figure.subplots(1, 3)
-    labels = [f'{row[against]:,}' for row in rows]
+    places, labels = range(len(rows)), [f'{row[against]:,}' for row in rows]
 
     def stacked(axes: Axes, parts: dict[str, list[float]], label: str) -> None:
         bottom = [0.0] * len(rows)
         for (name, heights), color in zip(parts.items(), _COLORS, strict=False):
-            axes.bar(labels, heights, bottom=bottom, label=name, color=color, width=0.6)
+            axes.bar(places, heights, bottom=bottom, label=name, color=color, width=0.6)
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-        axes.set(xlabel=against, ylabel=label)
-        axes.legend(fontsize=7, frameon=False)
+        axes.set(xlabel=against, ylabel=label, xticks=places, xticklabels=labels)
+        axes.set_ylim(top=1.35 * max(bottom, default=1))  # room for the legend
+        axes.legend(fontsize=7, frameon=False, ncols=2, loc='upper center')
         axes.spines[['top', 'right']].set_visible(False)
 
     by_part = [part_seconds(row) for row in rows]
@@ -142,9 +148,8 @@ def plot(rows: Sequence[Report], against: str) -> bytes:
         {name: [parts[name] for parts in by_part] for name in by_part[0]},
         'seconds of a step (estimate)',
     )
-    hbm = [row['hbm'] for row in rows]
-    state = [x['argument'] / GIB for x in hbm]
-    rest = [x['peak'] / GIB - x['argument'] / GIB for x in hbm]
+    state = [row['hbm']['argument'] / GIB for row in rows]
+    rest = [_peak(row) / GIB - held for row, held in zip(rows, state, strict=True)]
     stacked(memory, {'state': state, 'the rest at the peak': rest}, 'GiB of HBM a chip')
     kinds = sorted({kind for row in rows for kind in row['collectives']})
     stacked(

@@ -7,6 +7,9 @@ import itertools
 import jax
 from orbax.checkpoint import multihost
 
+# Longer than any compilation; a process that dies ends the others long before.
+_TIMEOUT = 3600
+
 _meetings = itertools.count()
 
 
@@ -15,4 +18,5 @@ def wait_for_all() -> None:
     number = next(_meetings)
     if jax.process_count() > 1:
         everyone = set(range(jax.process_count()))
-        multihost.sync_global_processes(f'k3jax {number}', processes=everyone)
+        name = f'k3jax {number}'
+        multihost.sync_global_processes(name, timeout=_TIMEOUT, processes=everyone)

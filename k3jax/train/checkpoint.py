@@ -61,7 +61,14 @@ def write_config(workdir: epath.Path, config: Config) -> None:
     temporary.replace(workdir / CONFIG_FILE)
 
 
-_MUST_MATCH = ('model', 'train.scan_layers', 'plan', 'data.tokenizer')
+_MUST_MATCH = (
+    'model',
+    'train.scan_layers',
+    'plan',
+    'data.tokenizer',
+    'optimizer.name',
+    'optimizer.muon.router',
+)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -75,7 +82,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for path in _MUST_MATCH:
         a, b = before, now
         for name in path.split('.'):
-            a, b = a.get(name), b.get(name)
+            a, b = ((fields or {}).get(name) for fields in (a, b))
         lines += walk(a, b, path)
     return lines
 

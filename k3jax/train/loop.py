@@ -57,7 +57,13 @@ class Outcome(NamedTuple):
     def on_one_chip(self) -> tuple[Kimi, Any]:
         """The model and its parameters, on the first chip; for a single process."""
         model = self.model.clone(run=self.model.run._replace(parallel=None))
-        return model, jax.device_put(self.state.params, jax.devices()[0])
+
+        def move(x: jax.Array) -> jax.Array:
+            # From the host's memory first to the chips' as it is cut: JAX does not do both at once.
+            x = jax.device_put(x, x.sharding.with_memory_kind('device'))
+            return jax.device_put(x, jax.devices()[0])
+
+        return model, jax.tree.map(move, self.state.params)
 
 
 class _StopRequest:

@@ -122,7 +122,7 @@ def chip_bytes(abstract: Any) -> int:
 
 
 def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> None:
-    """Refuses a state that, with its gradient, cannot lie on a chip.
+    """Refuses a state that, with the working copy and its gradient, cannot lie on a chip.
 
     limit: the chip's bytes; None where they are not known.
 
@@ -130,17 +130,19 @@ def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> No
       ConfigError: with the numbers.
     """
     dtypes = computed_dtypes(abstract.params, model.config, model.plan, model.run)
-    gradient = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * dtype.itemsize
-        for x, dtype in zip(jax.tree.leaves(abstract.params), jax.tree.leaves(dtypes), strict=True)
-    )
-    state = chip_bytes(abstract)
+    gradient = copies = 0
+    for x, dtype in zip(jax.tree.leaves(abstract.params), jax.tree.leaves(dtypes), strict=True):
+        size = math.prod(x.sharding.shard_shape(x.shape)) * dtype.itemsize
+        gradient += size
+        copies += size if _waits(x) or x.dtype != dtype else 0
+    state = chip_bytes(abstract) + copies
     if limit is not None and state + gradient > limit:
         gib = 2**30
         raise ConfigError(
             f'mesh: a chip would hold {state / gib:.1f} GiB of parameters and optimizer state and '
             f'{gradient / gib:.1f} GiB of gradients, wanted at most {limit / gib:.1f} GiB; take '
-            f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data)'
+            f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data), or '
+            'optimizer.state_memory=pinned_host'
         )
 
 

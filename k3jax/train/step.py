@@ -92,7 +92,10 @@ def make_gradient(
 
         def join(spec: PartitionSpec, grad: jax.Array) -> jax.Array:
             axes = parallel.uncut(spec)
-            return lax.psum(grad, axes) if axes else grad
+            if not axes:
+                return grad
+            # What is whole on many chips is small; a sum of many terms is not rounded on the way.
+            return lax.psum(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)), axes)
 
         return lax.psum(total, AXES), jax.tree.map(join, specs, grads)
 

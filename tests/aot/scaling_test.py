@@ -84,8 +84,12 @@ def test_what_is_stored_is_not_compiled_again(tmp_path):
     assert [found['point'] for found in rows] == ['v5p:2x2x1', 'v5p:2x2x2 a=1']
     with pytest.raises(ValueError, match='rows of another config or job than d.py, train'):
         stored_rows(path, 'd.py', 'train')
-    (tmp_path / 'rows.json').write_text('{')
-    with pytest.raises(ValueError, match='wanted rows of this script'):
+    for text in ('{', '[1]', '[{"config": "c.py", "job": "train", "point": "x"}]'):
+        (tmp_path / 'rows.json').write_text(text)
+        with pytest.raises(ValueError, match='wanted rows of this script'):
+            stored_rows(path, 'c.py', 'train')
+    (tmp_path / 'rows.json').write_text('{}')
+    with pytest.raises(ValueError, match='wanted a list of rows'):
         stored_rows(path, 'c.py', 'train')
 
 
@@ -96,6 +100,7 @@ def test_what_is_stored_is_not_compiled_again(tmp_path):
     [
         ('v5p:3x3x3', "error: libtpu knows no topology 'v5p:3x3x3'"),
         ('v5p:2x2x1; v5p:2x2x1 mesh.expert=3', 'error: mesh: got data=-1 expert=3'),
+        ('v5p:2x2x1 model.vocab_size=1000000000', 'error: mesh: a chip would hold'),
         ('v5p:2x2x1 no.such=3', 'error: --set no.such: the config'),
     ],
 )

@@ -220,3 +220,19 @@ def saved_config(path: str) -> Config:
         data=DataConfig(**fields['data']),
         train=TrainConfig(**fields['train'] | {'keep': (), 'offload': ()}),
     )
+
+
+def test_a_state_that_waits_in_host_memory_gives_the_same_run_and_a_model_on_one_chip(
+    config, tmp_path
+):
+    config = with_train(config, num_steps=2, eval_every=1)
+    outcomes = []
+    for memory in ('device', 'pinned_host'):
+        optimizer = dataclasses.replace(config.optimizer, state_memory=memory)
+        run = dataclasses.replace(config, optimizer=optimizer)
+        outcomes.append(Trainer(run, str(tmp_path / memory), jax.devices()[:2]).run())
+    for a, b in zip(*(leaves(outcome.state) for outcome in outcomes), strict=True):
+        np.testing.assert_array_equal(a, b)
+    _, params = outcomes[1].on_one_chip()
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {'device'}
+    assert all(x.devices() == {jax.devices()[0]} for x in jax.tree.leaves(params))

@@ -186,6 +186,14 @@ def test_two_processes_that_share_every_row_stop_together_and_finish(started, co
     [
         (['--num_processes=2'], 'wanted all three, or none'),
         (
+            ['--coordinator=localhost', '--num_processes=1', '--process_id=0'],
+            "error: --coordinator: got 'localhost', wanted HOST:PORT",
+        ),
+        (
+            ['--coordinator=localhost:1', '--num_processes=0', '--process_id=0'],
+            'error: --num_processes: got 0, wanted 1 or more',
+        ),
+        (
             ['--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
             r'--process_id: got 2, wanted 0..1',
         ),
