@@ -83,6 +83,7 @@ def test_kimi_linear_decodes_on_four_chips():
     assert done.memory.required < 40 * 2**30
 
 
+@pytest.mark.slow
 def test_a_shallow_k3_decodes_with_packed_experts_on_128_chips():
     config = with_work(
         kimi_k3_shallow, MeshConfig(tensor=8), 'mxfp4', batch_size=64, sequence_length=131072

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from k3jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from k3jax.config import Config, DataConfig, MuonConfig, OptimizerConfig, TrainConfig
 from k3jax.train import checkpoint as checkpoint_lib
 from k3jax.train.loop import NonFiniteLoss, Trainer
 from tests import tiny
@@ -214,9 +214,12 @@ def saved_config(path: str) -> Config:
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     fields = json.loads(pathlib.Path(path).read_text())
+    optimizer = fields['optimizer']
+    muon = optimizer.pop('muon')
+    muon['coefficients'] = tuple(muon['coefficients'])
     return Config(
         model=model_config_from_dict(fields['model']),
-        optimizer=OptimizerConfig(**fields['optimizer']),
+        optimizer=OptimizerConfig(**optimizer, muon=MuonConfig(**muon)),
         data=DataConfig(**fields['data']),
         train=TrainConfig(**fields['train'] | {'keep': (), 'offload': ()}),
     )
