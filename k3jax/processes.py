@@ -38,7 +38,6 @@ def start() -> None:
     """
     given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     limits = {
-        'initialization_timeout': _TIMEOUT.value,
         'heartbeat_timeout_seconds': _TIMEOUT.value,
         'shutdown_timeout_seconds': _TIMEOUT.value,
     }
@@ -71,7 +70,7 @@ def _join(*args: Any, **limits: int) -> None:
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f'--coordinator, --distributed: the processes did not find each other ({error}); say '
-            'where process 0 is and start all of them within --process_timeout seconds'
+            'where process 0 is, and start all of them within five minutes'
         ) from error
 
 

@@ -138,11 +138,12 @@ def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> No
     state = chip_bytes(abstract) + copies
     if limit is not None and state + gradient > limit:
         gib = 2**30
+        waits = all(map(_waits, jax.tree.leaves(abstract.params)))
+        more = '' if waits else ', or optimizer.state_memory=pinned_host'
         raise ConfigError(
             f'mesh: a chip would hold {state / gib:.1f} GiB of parameters and optimizer state and '
             f'{gradient / gib:.1f} GiB of gradients, wanted at most {limit / gib:.1f} GiB; take '
-            f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data), or '
-            'optimizer.state_memory=pinned_host'
+            f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data){more}'
         )
 
 

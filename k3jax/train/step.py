@@ -75,7 +75,7 @@ def make_gradient(
             return gradient(params, batch)
 
         def add(total: Any, one: Batch) -> tuple[Any, None]:
-            return jax.tree.map(lambda sum_, new: sum_ + new, total, gradient(params, one)), None
+            return jax.tree.map(jnp.add, total, gradient(params, one)), None
 
         zero = jax.tree.map(
             lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params

@@ -84,22 +84,23 @@ def test_kimi_linear_decodes_on_four_chips():
 
 
 @pytest.mark.slow
-def test_a_shallow_k3_decodes_with_packed_experts_on_128_chips():
-    config = with_work(
-        kimi_k3_shallow, MeshConfig(tensor=8), 'mxfp4', batch_size=64, sequence_length=131072
-    )
-    done, program = compiled(config, 'decode', 'v5p:4x4x8')
-    assert {'attn_res_forward', 'grouped_gate_up_mxfp4'} <= kernels_of(program)
-    assert done.memory.required < 20 * 2**30
-
-
-@pytest.mark.slow
-def test_a_shallow_k3_reads_a_million_tokens_with_packed_experts_on_128_chips():
-    config = with_work(
-        kimi_k3_shallow, MeshConfig(sequence=128), 'mxfp4', batch_size=1, sequence_length=2**20
-    )
-    done, program = compiled(config, 'prefill', 'v5p:4x4x8')
-    assert {'kda_forward', 'mla_forward', 'grouped_gate_up_mxfp4'} <= kernels_of(program)
+@pytest.mark.parametrize(
+    ('job', 'mesh', 'rows', 'length', 'kernels'),
+    [
+        ('decode', MeshConfig(tensor=8), 64, 2**17, {'attn_res_forward', 'grouped_gate_up_mxfp4'}),
+        (
+            'prefill',
+            MeshConfig(sequence=128),
+            1,
+            2**20,
+            {'kda_forward', 'mla_forward', 'grouped_gate_up_mxfp4'},
+        ),
+    ],
+)
+def test_a_shallow_k3_with_packed_experts_serves_on_128_chips(job, mesh, rows, length, kernels):
+    config = with_work(kimi_k3_shallow, mesh, 'mxfp4', batch_size=rows, sequence_length=length)
+    done, program = compiled(config, job, 'v5p:4x4x8')
+    assert kernels <= kernels_of(program)
     assert done.memory.required < 20 * 2**30
 
 
