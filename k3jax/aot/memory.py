@@ -33,8 +33,9 @@ class Memory:
     """Bytes of one chip, None where unknown.
 
     argument, output, alias (outputs that lie in arguments), temp, code: as the compiler assigned
-    them. peak: the most that is in use at once. required: what a chip must have, argument + output
-    - alias + temp + code; more than the peak where holes are left. host: in the host's memory.
+    them. peak: the most that is in use at once; None beside a use of the host's memory, which the
+    compiler counts in. required: what a chip must have, argument + output - alias + temp + code;
+    more than the peak where holes are left. host: in the host's memory.
     """
 
     limit: int
@@ -74,6 +75,7 @@ def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> Memory:
     argument, output = stats.argument_size_in_bytes, stats.output_size_in_bytes
     alias, temp = stats.alias_size_in_bytes, stats.temp_size_in_bytes
     code = stats.generated_code_size_in_bytes
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     return Memory(
         limit=chip.hbm_bytes,
         argument=argument,
@@ -81,9 +83,9 @@ def memory_of(compiled: jax.stages.Compiled, chip: Chip) -> Memory:
         alias=alias,
         temp=temp,
         code=code,
-        peak=stats.peak_memory_in_bytes,
+        peak=None if host else stats.peak_memory_in_bytes,
         required=argument + output - alias + temp + code,
-        host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
+        host=host,
     )
 
 

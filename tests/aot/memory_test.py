@@ -1,16 +1,19 @@
 """HBM by what the compiler says, and the buffers that fill it."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from k3jax.aot.chips import CHIPS
+from k3jax.aot.chips import CHIPS, chip_of
 from k3jax.aot.compile_job import compile_lowered
 from k3jax.aot.compiler import has_libtpu, lower_for
 from k3jax.aot.memory import (
     Buffer,
     is_out_of_memory,
     largest_buffers,
+    memory_of,
     memory_of_failure,
 )
 
@@ -109,3 +112,14 @@ def test_memory_of_a_program_that_fits():
     assert memory.peak <= memory.required < memory.limit
     assert memory.headroom == memory.limit - memory.required
     assert sum(buffer.bytes for buffer in found.buffers) <= memory.peak
+
+
+@pytest.mark.parametrize(('host', 'peak'), [(0, 50), (7, None)])
+def test_a_peak_is_not_reported_where_the_compiler_counts_host_memory_in_it(host, peak):
+    sizes = dict.fromkeys(('argument', 'output', 'alias', 'temp', 'generated_code'), 10)
+    stats = {f'{name}_size_in_bytes': size for name, size in sizes.items()}
+    stats |= {'host_argument_size_in_bytes': host, 'host_temp_size_in_bytes': 0}
+    stats = types.SimpleNamespace(**stats, peak_memory_in_bytes=50)
+    compiled = types.SimpleNamespace(memory_analysis=lambda: stats)
+    memory = memory_of(compiled, chip_of('v5p:2x2x1'))
+    assert (memory.peak, memory.host, memory.required) == (peak, host, 30)
