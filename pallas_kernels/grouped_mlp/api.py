@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from pallas_kernels.grouped_mlp.activations import GatedActivation
 from pallas_kernels.grouped_mlp.experts import Experts, is_packed, shape_of
 from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4
 from pallas_kernels.grouped_mlp.mxfp4_tiles import CHUNK, Mxfp4Tiles, tile_mxfp4
+from pallas_kernels.grouped_mlp.mxfp8 import Mxfp8, RoundedActivation, round_rows
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 
 
@@ -24,6 +27,7 @@ def grouped_mlp(
     group_sizes: jax.Array,
     activation: GatedActivation,
     *,
+    quantise: Mxfp8 | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """y_m = w2_e activation(w1_e x_m, w3_e x_m), e the group of row m.
@@ -35,13 +39,16 @@ def grouped_mlp(
       group_sizes: [E] int32, rows of each expert, summing to M; may be 0. Where the values are
         not known before the program runs, rows past the sum give 0 and groups past M are cut.
       activation: `SiTU` or `SwiGLU`.
+      quantise: rounds x and the hidden values to MXFP8; gradients pass straight through, and the
+        backward products have the rounded values. None leaves both as they are.
       implementation: 'reference' | 'xla' | 'pallas' | None (best for the platform lowered for).
 
     Returns:
       [M, L] in x's dtype.
 
     Raises:
-      ValueError: widths disagree, known group sizes are negative or do not sum to M.
+      ValueError: widths disagree, known group sizes are negative or do not sum to M, or with
+        `quantise` a width is not a multiple of 32.
       NotImplementedError: 'pallas' with a dtype or width it does not support.
 
     Source: Kimi K3 `block_sparse_moe.experts`.
@@ -64,11 +71,17 @@ def grouped_mlp(
                 f'{sizes.sum()}, wanted none negative and the {x.shape[0]} rows of x'
             )
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
-    if implementation == 'reference':
-        return grouped_mlp_reference(x, experts, group_sizes, activation)
-    implementation = form_for('grouped_mlp', implementation, unsupported(x, experts))
+    if quantise is not None:
+        quantise.check('grouped_mlp', width, experts.inner)
+    if implementation != 'reference':
+        implementation = form_for('grouped_mlp', implementation, unsupported(x, experts, quantise))
     if 0 in (x.size, num_experts, experts.inner):
         return jnp.zeros_like(x)
+    x, quantise = round_rows(x, quantise)
+    if quantise is not None:
+        activation = RoundedActivation(activation, quantise.rule, x.dtype)
+    if implementation == 'reference':
+        return grouped_mlp_reference(x, experts, group_sizes, activation)
     return _grouped_mlp(x, experts, group_sizes, activation, implementation)
 
 
@@ -80,10 +93,12 @@ def check_experts(name: str, experts: Experts) -> None:
         raise ValueError(f'{name}: w1, w3, w2 have shapes {got}, wanted {wanted}')
 
 
-def unsupported(x: jax.Array, experts: Experts) -> str | None:
+def unsupported(x: jax.Array, experts: Experts, quantise: Mxfp8 | None) -> str | None:
     """Why the kernels cannot run, or None."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f'has rows in {x.dtype}, wanted bfloat16 or float32'
+    if quantise is not None and experts.inner % CHUNK:
+        return f'rounds F = {experts.inner} hidden values to MXFP8, wanted a multiple of {CHUNK}'
     packed = [is_packed(w) for w in experts]
     if not any(packed):
         return None
@@ -110,14 +125,22 @@ def for_kernels(experts: Experts, dtype: jnp.dtype) -> Experts:
     return Experts(*map(one, experts))
 
 
+def in_kernel(activation: GatedActivation | RoundedActivation, interpret: bool) -> Any:
+    """The same inside a kernel."""
+    if isinstance(activation, RoundedActivation):
+        return dataclasses.replace(activation, place='interpreted' if interpret else 'kernel')
+    return activation
+
+
 def _forward_on_tpu(interpret, x, experts, group_sizes, *, activation, keep):
     kernels = mxfp4_kernels if is_packed(experts.w1) else dense_kernels
-    args = (x, for_kernels(experts, x.dtype), group_sizes, activation)
+    args = (x, for_kernels(experts, x.dtype), group_sizes, in_kernel(activation, interpret))
     y, kept = kernels.forward(*args, keep=keep, interpret=interpret)
     return (y, kept) if keep else y
 
 
 def _backward_on_tpu(interpret, x, experts, group_sizes, kept, dy, *, activation):
+    activation = in_kernel(activation, interpret)
     args = (for_kernels(experts, x.dtype), group_sizes, kept, dy, activation)
     if is_packed(experts.w1):
         return mxfp4_kernels.backward(*args, interpret=interpret), [None] * 3

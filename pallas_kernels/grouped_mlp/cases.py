@@ -12,6 +12,7 @@ from pallas_kernels.grouped_mlp import dense_kernels, mxfp4_kernels, token_kerne
 from pallas_kernels.grouped_mlp.activations import SiTU
 from pallas_kernels.grouped_mlp.experts import Experts, Kept
 from pallas_kernels.grouped_mlp.mxfp4_tiles import Mxfp4Tiles
+from pallas_kernels.grouped_mlp.mxfp8 import RoundedActivation
 from pallas_kernels.grouped_mlp.visits import Uniform
 
 LATENT = 3584  # K3 routed_expert_hidden_size
@@ -48,11 +49,20 @@ def _decode_work(num_experts: int, packed: bool) -> float:
     return _size(num_experts) / SLOTS / (SUBLANES * LANES) * DECODE_OPERATIONS
 
 
-def _group_case(pass_name: str, per_expert: int, *, packed: bool, known: bool) -> Case:
+def _activation(rounds: bool) -> SiTU | RoundedActivation:
+    return (
+        RoundedActivation(SiTU(), 'ocp_floor', jnp.bfloat16, place='kernel') if rounds else SiTU()
+    )
+
+
+def _group_case(
+    pass_name: str, per_expert: int, *, packed: bool, known: bool, rounds: bool = False
+) -> Case:
     num_rows = EXPERTS * per_expert
     experts = _weights(EXPERTS, packed)
     kernels = mxfp4_kernels if packed else dense_kernels
     is_forward = pass_name == 'forward'
+    activation = _activation(rounds)
 
     def build(tiles: Tiles | None):
         chosen = kernels.plan(pass_name, num_rows, experts, jnp.bfloat16) | dict(tiles or {})
@@ -61,19 +71,20 @@ def _group_case(pass_name: str, per_expert: int, *, packed: bool, known: bool) -
         settings = {'interpret': False, 'tiles': chosen}
         if is_forward:
             return functools.partial(
-                kernels.forward, activation=SiTU(), keep=False, table=table, **settings
+                kernels.forward, activation=activation, keep=False, table=table, **settings
             )
         if packed:
 
             def run(x, experts, sizes, kept, dy):
                 del x
-                return kernels.backward(experts, sizes, kept, dy, SiTU(), table=table, **settings)
+                args = (experts, sizes, kept, dy, activation)
+                return kernels.backward(*args, table=table, **settings)
 
         else:
 
             def run(x, experts, sizes, kept, dy):
                 return kernels.backward(
-                    *(x, experts, sizes, kept, dy, SiTU()),
+                    *(x, experts, sizes, kept, dy, activation),
                     dtypes=[jnp.bfloat16] * 3,
                     row_table=table,
                     group_table=table,
@@ -93,6 +104,7 @@ def _group_case(pass_name: str, per_expert: int, *, packed: bool, known: bool) -
         kernel='grouped_mlp',
         name=f'k3_{EXPERTS}_experts_{per_expert}_tokens_each'
         + ('_mxfp4' if packed else '')
+        + ('_rounded' if rounds else '')
         + ('_traced' if known else ''),
         pass_name=pass_name,
         shape={'M': num_rows, 'E': EXPERTS, 'L': LATENT, 'F': INNER},
@@ -111,14 +123,14 @@ def _group_case(pass_name: str, per_expert: int, *, packed: bool, known: bool) -
     )
 
 
-def _token_case(num_tokens: int, num_experts: int, *, packed: bool) -> Case:
+def _token_case(num_tokens: int, num_experts: int, *, packed: bool, rounds: bool = False) -> Case:
     needed = min(num_experts, num_tokens * CHOSEN)
     experts = _weights(num_experts, packed)
 
     def build(tiles: Tiles | None):
         return functools.partial(
             token_kernel.run,
-            activation=SiTU(),
+            activation=_activation(rounds),
             interpret=False,
             columns=(tiles or {}).get('inner'),
             fixed=True,
@@ -127,7 +139,9 @@ def _token_case(num_tokens: int, num_experts: int, *, packed: bool) -> Case:
     weights = _size(needed) * (CODE_BYTES if packed else 2)
     return Case(
         kernel='grouped_mlp',
-        name=f'k3_{num_tokens}_tokens_{num_experts}_experts' + ('_mxfp4' if packed else ''),
+        name=f'k3_{num_tokens}_tokens_{num_experts}_experts'
+        + ('_mxfp4' if packed else '')
+        + ('_rounded' if rounds else ''),
         pass_name='decode',
         shape={'T': num_tokens, 'E': num_experts, 'L': LATENT, 'F': INNER},
         dtype='bfloat16',
@@ -157,4 +171,10 @@ def cases() -> list[Case]:
             found.append(_group_case(pass_name, 1024, packed=packed, known=True))
         for num_tokens, num_experts in ((1, EXPERTS), (16, EXPERTS), (64, EXPERTS), (1, 896)):
             found.append(_token_case(num_tokens, num_experts, packed=packed))
+        # Hidden values rounded to MXFP8, as training for it and serving after it have them.
+        for pass_name in ('forward', 'backward'):
+            for per_expert in (16, 1024):
+                how = {'packed': packed, 'known': False, 'rounds': True}
+                found.append(_group_case(pass_name, per_expert, **how))
+        found.append(_token_case(16, EXPERTS, packed=packed, rounds=True))
     return found

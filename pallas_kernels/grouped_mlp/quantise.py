@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.grouped_mlp.mxfp4 import GROUP, Mxfp4, decode_mxfp4
-
-ScaleRule = Literal['ocp_floor', 'ceil']
-LARGEST_EXPONENT = 2  # of E2M1: 4 and 6
+from pallas_kernels.grouped_mlp.mx import (
+    E2M1,
+    ScaleRule,
+    check_groups,
+    fake_quantised,
+    scale_of,
+    to_grid,
+)
+from pallas_kernels.grouped_mlp.mxfp4 import GROUP, Mxfp4
 
 
 def quantise_mxfp4(weight: jax.Array, rule: ScaleRule = 'ocp_floor') -> Mxfp4:
     """Nearest E2M1 numbers (ties to even) under one power of two for 32 inputs.
 
     Args:
-      weight: [..., out, in], any float dtype; finite.
+      weight: [..., out, in], any float dtype; finite. Numbers below 2^-126 count as 0.
       rule: with a the group's largest magnitude, 'ocp_floor': 2^(floor(log2 a) - 2), above 6 of
         which weights saturate; 'ceil': the smallest scale at which none does.
 
@@ -30,27 +33,12 @@ def quantise_mxfp4(weight: jax.Array, rule: ScaleRule = 'ocp_floor') -> Mxfp4:
       published.
     """
     *lead, inputs = weight.shape
-    if inputs % GROUP:
-        raise ValueError(
-            f'quantise_mxfp4: the input axis has {inputs} weights, wanted a multiple of {GROUP}'
-        )
-    if rule not in ('ocp_floor', 'ceil'):
-        raise ValueError(f"quantise_mxfp4: rule is {rule!r}, wanted 'ocp_floor' or 'ceil'")
+    check_groups('quantise_mxfp4', inputs, rule)
     groups = weight.astype(jnp.float32).reshape(*lead, inputs // GROUP, GROUP)
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(groups), axis=-1), jnp.int32)
-    scale = (bits >> 23) - LARGEST_EXPONENT
-    if rule == 'ceil':
-        scale += (bits & 0x7FFFFF) > 0x400000  # above 1.5 times a power of two
-    scale = jnp.clip(scale, 0, 251)
-    inverse = lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
-    scaled = groups * inverse[..., None]
-    size = jnp.abs(scaled)
-    # Half-way points go to the even neighbour: down where the code below is even.
-    codes = sum(
-        (size > edge if index % 2 == 0 else size >= edge).astype(jnp.int32)
-        for index, edge in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
-    )
-    codes = (codes | jnp.where(jnp.signbit(scaled), 8, 0)).astype(jnp.uint8)
+    scale = scale_of(jnp.max(jnp.abs(groups), axis=-1), E2M1, rule)
+    half = to_grid(groups, scale[..., None], E2M1)
+    codes = sum((half >= edge / 2).astype(jnp.int32) for edge in (0.5, 1, 1.5, 2, 3, 4, 6))
+    codes = (codes | jnp.where(jnp.signbit(groups), 8, 0)).astype(jnp.uint8)
     pairs = codes.reshape(*lead, inputs // 2, 2)
     return Mxfp4(pairs[..., 0] | pairs[..., 1] << 4, scale.astype(jnp.uint8))
 
@@ -63,7 +51,8 @@ def fake_quantise_mxfp4(weight: jax.Array, rule: ScaleRule = 'ocp_floor') -> jax
     values that packed weights decode to, and the masters' gradient is that of those values,
     unmasked where they saturate.
     """
-    return decode_mxfp4(quantise_mxfp4(weight, rule), weight.dtype)
+    check_groups('fake_quantise_mxfp4', weight.shape[-1], rule)
+    return fake_quantised(weight, E2M1, rule)
 
 
 fake_quantise_mxfp4.defvjp(

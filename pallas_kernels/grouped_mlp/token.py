@@ -13,8 +13,9 @@ from pallas_kernels.common.checks import check_floating, check_integer
 from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.grouped_mlp import token_kernel, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
-from pallas_kernels.grouped_mlp.api import check_experts, for_kernels, unsupported
+from pallas_kernels.grouped_mlp.api import check_experts, for_kernels, in_kernel, unsupported
 from pallas_kernels.grouped_mlp.experts import Experts
+from pallas_kernels.grouped_mlp.mxfp8 import Mxfp8, RoundedActivation, round_rows
 from pallas_kernels.grouped_mlp.reference import token_mlp_reference
 
 MAX_TOKENS = 64
@@ -27,6 +28,7 @@ def token_mlp(
     expert_weights: jax.Array,
     activation: GatedActivation,
     *,
+    quantise: Mxfp8 | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """y_t = sum_i p_ti w2_e activation(w1_e x_t, w3_e x_t), e = expert_ids_ti.
@@ -38,13 +40,14 @@ def token_mlp(
       expert_ids: [T, k] int32, different experts in a row. Ids outside 0..E - 1 count for nothing
         where they are not known before the program runs: experts of other chips.
       expert_weights: [T, k] float.
-      activation, implementation: as for `grouped_mlp`; 'pallas' takes up to 64 tokens.
+      activation, quantise, implementation: as for `grouped_mlp`; 'pallas' takes up to 64 tokens.
 
     Returns:
       [T, L] in x's dtype, summed in float32.
 
     Raises:
-      ValueError: shapes disagree or known ids are out of range.
+      ValueError: shapes disagree, known ids are out of range, or with `quantise` a width is not a
+        multiple of 32.
       NotImplementedError: 'pallas' with more tokens, or a dtype or width it does not support.
     """
     num_experts = experts.num_experts
@@ -66,15 +69,21 @@ def token_mlp(
                 f'token_mlp: expert_ids reach from {ids.min()} to {ids.max()}, '
                 f'wanted 0 to {num_experts - 1}'
             )
+    if quantise is not None:
+        quantise.check('token_mlp', experts.width, experts.inner)
+    problem = unsupported(x, experts, quantise)
+    if x.shape[0] > MAX_TOKENS:
+        problem = f'has {x.shape[0]} tokens, wanted at most {MAX_TOKENS}'
+    if implementation != 'reference':
+        implementation = form_for('token_mlp', implementation, problem)
+    if 0 in (x.size, expert_ids.size, num_experts, experts.inner):
+        return jnp.zeros_like(x)
+    x, quantise = round_rows(x, quantise)
+    if quantise is not None:
+        activation = RoundedActivation(activation, quantise.rule, x.dtype)
     args = (x, experts, jnp.asarray(expert_ids, jnp.int32), jnp.asarray(expert_weights))
     if implementation == 'reference':
         return token_mlp_reference(*args, activation)
-    problem = unsupported(x, experts)
-    if x.shape[0] > MAX_TOKENS:
-        problem = f'has {x.shape[0]} tokens, wanted at most {MAX_TOKENS}'
-    implementation = form_for('token_mlp', implementation, problem)
-    if 0 in (x.size, expert_ids.size, num_experts, experts.inner):
-        return jnp.zeros_like(x)
     forms = (functools.partial(form, activation=activation) for form in (_on_tpu, _xla))
     return run_form('token_mlp', implementation, *forms, *args)
 
@@ -106,6 +115,7 @@ def needed(expert_ids: jax.Array, expert_weights: jax.Array, num_experts: int) -
 def _on_tpu(interpret, x, experts, expert_ids, expert_weights, *, activation):
     chosen = needed(expert_ids, expert_weights, experts.num_experts)
     args = (x, for_kernels(experts, x.dtype), *chosen)
+    activation = in_kernel(activation, interpret)
     return token_kernel.run(*args, activation=activation, interpret=interpret)
 
 

@@ -24,20 +24,21 @@ def activate_vjp(name, a, b, d):
     return d * up * d_gate, d * gate * (1 - tb**2)
 
 
-def oracle(x, experts, sizes, name, dy):
+def oracle(x, experts, sizes, name, dy, rounding=lambda values: values):
     """Outputs [M, L] of rows sorted by expert, and gradients of the rows and of the weights.
 
-    x, dy: [M, L]. experts: w1, w3 [E, F, L], w2 [E, L, F]. sizes: rows of each expert.
+    x, dy: [M, L]. experts: w1, w3 [E, F, L], w2 [E, L, F]. sizes: rows of each expert. rounding: of
+    x and of the hidden values, [m, n] -> [m, n], with the identity as its gradient.
     """
     w1, w3, w2 = (np.asarray(w, np.float64) for w in experts)
-    x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    x, dy = rounding(np.asarray(x, np.float64)), np.asarray(dy, np.float64)
     y, dx = np.zeros(x.shape), np.zeros(x.shape)
     d1, d3, d2 = np.zeros(w1.shape), np.zeros(w3.shape), np.zeros(w2.shape)
     start = 0
     for e, size in enumerate(sizes):
         rows = slice(start, start + size)
         a, b = x[rows] @ w1[e].T, x[rows] @ w3[e].T
-        hidden = activate(name, a, b)
+        hidden = rounding(activate(name, a, b))
         y[rows] = hidden @ w2[e].T
         d2[e] = dy[rows].T @ hidden
         da, db = activate_vjp(name, a, b, dy[rows] @ w2[e])

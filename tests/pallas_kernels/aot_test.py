@@ -26,6 +26,9 @@ KEYS = [case.key for case in all_cases()]
 CHOSEN = [
     'attn_res/k3_8_snapshots_1024_tokens/backward',
     'attn_res/k3_8_snapshots_1024_tokens/forward',
+    'grouped_mlp/k3_14_experts_16_tokens_each_rounded/backward',
+    'grouped_mlp/k3_14_experts_16_tokens_each_rounded/forward',
+    'grouped_mlp/k3_16_tokens_14_experts_rounded/decode',
     'kda/k3_24_heads_1024_bounded_gate/backward',
     'kda/k3_24_heads_1024_bounded_gate/forward',
     'kda/k3_6_heads_1_given_g/forward',

@@ -58,7 +58,7 @@ def test_weights_whose_shapes_disagree_are_an_error():
 
 
 def test_quantisation_refuses_a_part_of_a_group_and_an_unknown_rule():
-    with pytest.raises(ValueError, match='has 40 weights, wanted a multiple of 32'):
+    with pytest.raises(ValueError, match='has 40 numbers, wanted a multiple of 32'):
         quantise_mxfp4(jnp.ones((2, 40)))
     with pytest.raises(ValueError, match="rule is 'floor', wanted 'ocp_floor' or 'ceil'"):
         quantise_mxfp4(jnp.ones((2, 32)), 'floor')
