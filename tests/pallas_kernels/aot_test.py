@@ -52,8 +52,11 @@ def test_chosen_kernels_compile_for_v5p_within_vmem(key):
     check(key, TOPOLOGIES[0])
 
 
-def argument_bytes(case) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(case.args))
+def fits(case, topology: str) -> bool:
+    """All of K3's experts, or all its heads at 131,072 tokens, are too much for a v6e."""
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(case.args))
+    with_outputs = size if case.pass_name == 'decode' else 2 * size  # gradients are as large
+    return with_outputs < chip_of(topology).hbm_bytes
 
 
 @pytest.mark.slow
@@ -63,7 +66,7 @@ def argument_bytes(case) -> int:
         (case.key, topology)
         for case in all_cases()
         for topology in TOPOLOGIES
-        if argument_bytes(case) < chip_of(topology).hbm_bytes  # all 896 experts: not on a v6e
+        if fits(case, topology)
     ],
 )
 def test_every_kernel_at_every_real_shape_compiles_within_vmem(key, topology):
