@@ -80,7 +80,7 @@ class Ours:
     def _make_train(self, rng: np.random.Generator):
         batch, length = TRAIN
         optimizer_config = config_from_file(_CONFIG.value).optimizer
-        optimizer = make_optimizer(optimizer_config, 1000, self.config, self.model.plan)
+        optimizer = make_optimizer(optimizer_config, 1000, self.model)
         self._state = TrainState(jnp.int32(0), self.params, optimizer.init(self.params))
         tokens = rng.integers(0, self.config.vocab_size, (batch, length + 1)).astype(np.int32)
         ones = np.ones((batch, length), np.int32)

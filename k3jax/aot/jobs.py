@@ -100,7 +100,7 @@ def _int32(spec: PartitionSpec, mesh: Mesh, *shape: int) -> jax.ShapeDtypeStruct
 def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
     check_trainable(config.model)
     model, data = _model(config, mesh, 'train'), config.data
-    optimizer = make_optimizer(config.optimizer, config.train.num_steps, config.model, model.plan)
+    optimizer = make_optimizer(config.optimizer, config.train.num_steps, model, mesh)
     state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
     check_state_fits(state, model, chip_bytes)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec

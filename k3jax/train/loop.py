@@ -139,9 +139,7 @@ class Trainer:
         self.data = loader.train_iterator(
             config.data, self.tokenizer, streams=self.placement.streams
         )
-        self.optimizer = make_optimizer(
-            config.optimizer, train.num_steps, config.model, self.model.plan
-        )
+        self.optimizer = make_optimizer(config.optimizer, train.num_steps, self.model, self.mesh)
         memory = config.optimizer.state_memory
         self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
         memory_stats = self.mesh.local_devices[0].memory_stats() or {}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from k3jax.config import MuonConfig
+from k3jax.parallel.rules import axes_of
 
 EPSILON = 1e-7  # beside the norm that the momentum is divided by
+TEMPORARY_BYTES = 2**30  # of Newton-Schulz on a chip; one matrix may need more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,30 +85,100 @@ def muon_direction(x: jax.Array, blocks: Blocks, config: MuonConfig) -> jax.Arra
 
 
 class MuonState(NamedTuple):
-    """momentum: float32, a tree like the parameters."""
+    """momentum: float32, like the parameter."""
 
-    momentum: Any
+    momentum: jax.Array
 
 
-def scale_by_muon(blocks: Any, config: MuonConfig) -> optax.GradientTransformation:
-    """Gradients become Muon's directions; not yet scaled by the learning rate.
+def accumulated(
+    grad: jax.Array, state: MuonState, config: MuonConfig
+) -> tuple[jax.Array, MuonState]:
+    """What Muon's direction is taken of, and the new momentum.
 
-    M <- mu M + G; the direction is that of M, or of G + mu M with Nesterov's.
+    M <- mu M + G; of M, or of G + mu M with Nesterov's.
+    """
+    momentum = config.momentum * state.momentum + grad
+    ahead = grad + config.momentum * momentum if config.nesterov else momentum
+    return ahead, MuonState(momentum)
+
+
+class _Cut(NamedTuple):
+    """How many chips, along which mesh axes, share a dimension."""
+
+    axes: tuple[str, ...]
+    chips: int
+
+
+def direction_on_mesh(
+    x: jax.Array,
+    blocks: Blocks,
+    config: MuonConfig,
+    mesh: Mesh | None = None,
+    spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """`muon_direction` of an array that a mesh has cut: each chip computes a share of the matrices.
+
+    Of the cuts of rows and columns, the larger gives its chips a share each: a chip trades its
+    parts of the other chips' matrices for the missing parts of its own (`all_to_all`). Only these
+    are then gathered along the other cut. A block of rows that lies whole on a chip counts as a
+    matrix.
 
     Args:
-      blocks: a tree of Blocks like the parameters.
+      x: [..., rows, columns]; axes before these two may be cut, and need no exchange.
+      blocks: of all rows.
+      mesh, spec: how x is cut, and the result; None on a single chip.
+
+    Returns:
+      [..., rows, columns] float32.
     """
+    assert x.shape[-2] == blocks.num_rows, (x.shape, blocks)
+    if mesh is None:
+        return _on_each_chip(x, blocks, config, _Cut((), 1), _Cut((), 1))
+    assert spec is not None and len(spec) == x.ndim, (spec, x.shape)
+    axes = [axes_of(cut) for cut in spec[-2:]]
+    rows, columns = (_Cut(names, math.prod(mesh.shape[a] for a in names)) for names in axes)
+    return jax.shard_map(
+        lambda x: _on_each_chip(x, blocks, config, rows, columns),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(x)
 
-    def init(params: Any) -> MuonState:
-        return MuonState(jax.tree.map(jnp.zeros_like, params))
 
-    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        del params
-        momentum = jax.tree.map(lambda m, g: config.momentum * m + g, state.momentum, grads)
-        ahead = momentum
-        if config.nesterov:
-            ahead = jax.tree.map(lambda m, g: g + config.momentum * m, momentum, grads)
-        moved = jax.tree.map(lambda x, cut: muon_direction(x, cut, config), ahead, blocks)
-        return moved, MuonState(momentum)
+def _on_each_chip(
+    x: jax.Array, blocks: Blocks, config: MuonConfig, rows: _Cut, columns: _Cut
+) -> jax.Array:
+    """x: this chip's part [..., rows, columns] of an array whose last two axes are cut so."""
+    shape = x.shape
+    if blocks.count % rows.chips == 0:
+        blocks, rows = Blocks(1, blocks.rows), _Cut((), 1)
+        x = x.reshape(-1, blocks.num_rows, shape[-1])
+    else:
+        x = x.reshape(-1, *shape[-2:])
+    order = sorted(((rows, 1), (columns, 2)), key=lambda cut: cut[0].chips, reverse=True)
+    (spread, dim), (other, other_dim) = order
+    count, part = x.shape[0], x.shape[other_dim]
+    if spread.chips > 1:
+        x = jnp.pad(x, ((0, -count % spread.chips), (0, 0), (0, 0)))
+        x = lax.all_to_all(x, spread.axes, 0, dim, tiled=True)
+    if other.chips > 1:
+        x = lax.all_gather(x, other.axes, axis=other_dim, tiled=True)
+    x = _by_batches(x, blocks, config)
+    if other.chips > 1:
+        start = lax.axis_index(other.axes) * part
+        x = lax.dynamic_slice_in_dim(x, start, part, other_dim)
+    if spread.chips > 1:
+        x = lax.all_to_all(x, spread.axes, dim, 0, tiled=True)[:count]
+    return x.reshape(shape)
 
-    return optax.GradientTransformation(init, update)
+
+def _by_batches(x: jax.Array, blocks: Blocks, config: MuonConfig) -> jax.Array:
+    """`muon_direction` of x [N, rows, columns], as many matrices at a time as memory is given."""
+    columns = x.shape[-1]
+    # Of each block three arrays like it, and three Gram matrices.
+    elements = sum(3 * rows * columns + 3 * min(rows, columns) ** 2 for rows in blocks.rows)
+    at_once = max(1, TEMPORARY_BYTES // (4 * blocks.count * elements))
+    if len(x) <= at_once:
+        return muon_direction(x, blocks, config)
+    return lax.map(lambda one: muon_direction(one, blocks, config), x, batch_size=at_once)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from k3jax.config import ConfigError, ModelConfig, OptimizerConfig
+from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
 from k3jax.model.param import map_leaves
 from k3jax.model.plan import Plan
-from k3jax.train.muon import Blocks, scale_by_muon
+from k3jax.train.host_memory import on_chip, sent_home, waits
+from k3jax.train.muon import Blocks, MuonState, accumulated, direction_on_mesh
+
+# Leaves ordered after each other: while one is computed, the next may come from the host's memory
+# or the last go there.
+LEAVES_AT_ONCE = 2
 
 # What a parameter is to the optimizer. heads: a matrix whose rows are those of one head after the
 # other; keys_and_values: so, and in each head first the keys' rows; matrix: a single one, or one
@@ -93,34 +105,144 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     )
 
 
+class AdamState(NamedTuple):
+    """mu, nu: the moments, like the parameter."""
+
+    mu: jax.Array
+    nu: jax.Array
+
+
+Correction = Callable[[jax.Array], jax.Array]
+LeafState = AdamState | MuonState | optax.EmptyState
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What moves a leaf; where that is Muon, the matrices in it and how the mesh cuts it."""
+
+    label: Label
+    blocks: Blocks | None = None
+    spec: PartitionSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Global-norm clipping, then each leaf by its own rule; weight decay on matrices.
+
+    rules: a tree of Rule like the parameters. mesh: None on a single chip.
+    """
+
+    config: OptimizerConfig
+    schedule: optax.Schedule
+    rules: Any
+    mesh: Mesh | None = None
+
+    def init(self, params: Any) -> Any:
+        """The state before the first step: a LeafState at each leaf of a tree like params."""
+
+        def fresh(rule: Rule, param: jax.Array) -> LeafState:
+            match rule.label:
+                case 'held':
+                    return optax.EmptyState()
+                case 'muon':
+                    return MuonState(jnp.zeros_like(param))
+            return AdamState(jnp.zeros_like(param), jnp.zeros_like(param))
+
+        return jax.tree.map(fresh, self.rules, params)
+
+    def update(
+        self,
+        grads: Any,
+        opt_state: Any,
+        params: Any,
+        step: jax.Array,
+        *,
+        norm: jax.Array,
+        count: jax.Array | int = 1,
+        corrections: Mapping[tuple[str, ...], Correction] = MappingProxyType({}),
+        placed: tuple[Any, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """The parameters after a step, and the optimizer's state.
+
+        A leaf that waits in the host's memory, or is moved by Muon, is not begun before the last
+        but LEAVES_AT_ONCE of these is done, and sent home: neither all states nor the temporaries
+        of all leaves are on a chip together. Other leaves XLA may fuse and order as it likes.
+
+        Args:
+          grads: a tree like params, sums of `count` gradients, of any float dtype.
+          opt_state, params: what `init` or the last update gave; may wait in the host's memory.
+          step: int32, updates done before.
+          norm: float32, of all gradients divided by `count`.
+          corrections: what is then done to parameters, by their path.
+          placed: abstract parameters and state, where parts of them wait in the host's memory.
+        """
+        rules, tree = jax.tree_util.tree_flatten_with_path(self.rules)
+        rate, done = self.schedule(step), [norm] * LEAVES_AT_ONCE
+        parts = map(tree.flatten_up_to, (grads, params, opt_state, *(placed or ())))
+        moved = []
+        for (path, rule), grad, param, state, *home in zip(rules, *parts, strict=True):
+            correction = corrections.get(tuple(key.key for key in path))
+            if rule.label == 'held' and correction is None:
+                moved.append((param, state))
+                continue
+            ordered = rule.label == 'muon' or waits(param)
+            # With nothing to wait for, too: what XLA fuses, and so every last bit, is then the same
+            # wherever the state lies.
+            inputs, after = (grad, param, state), done[-LEAVES_AT_ONCE] if ordered else ()
+            (grad, param, state), _ = lax.optimization_barrier((inputs, after))
+            param, state = on_chip((param, state))
+            if rule.label != 'held':
+                grad = _clipped(grad.astype(jnp.float32) / count, norm, self.config.grad_clip_norm)
+                direction, state = self._direction(rule, grad, state, step)
+                if rule.label != 'plain':
+                    direction = direction + self.config.weight_decay * param
+                param = (param - rate * direction).astype(param.dtype)
+            if correction is not None:
+                param = correction(param)
+            if home:
+                param, state = sent_home((param, state), tuple(home))
+            if ordered:
+                done.append((param, state))
+            moved.append((param, state))
+        return tuple(map(tree.unflatten, zip(*moved, strict=True)))
+
+    def _direction(
+        self, rule: Rule, grad: jax.Array, state: Any, step: jax.Array
+    ) -> tuple[jax.Array, LeafState]:
+        """Where a leaf moves, before decay and learning rate, and its state."""
+        config = self.config
+        if rule.label == 'muon':
+            ahead, state = accumulated(grad, state, config.muon)
+            return direction_on_mesh(ahead, rule.blocks, config.muon, self.mesh, rule.spec), state
+        adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
+        direction, new = adam.update(grad, optax.ScaleByAdamState(step, state.mu, state.nu))
+        return direction, AdamState(new.mu, new.nu)
+
+
+def _clipped(grad: jax.Array, norm: jax.Array, most: float) -> jax.Array:
+    """As `optax.clip_by_global_norm`, of a norm that is known."""
+    return jnp.where(norm < most, grad, grad / norm * most)
+
+
 def make_optimizer(
-    config: OptimizerConfig, num_steps: int, model: ModelConfig, plan: Plan
-) -> optax.GradientTransformation:
-    """Global-norm clipping, then what `labels_of` says; weight decay on matrices."""
-    schedule, labels = learning_rate(config, num_steps), labels_of(config, model, plan)
+    config: OptimizerConfig, num_steps: int, model: Kimi, mesh: Mesh | None = None
+) -> Optimizer:
+    """What `labels_of` says of the model's parameters; mesh: that its `run.parallel` cuts.
 
-    def blocks(name: str, leaf: Leaf, lead: tuple[int, ...]) -> Any:
-        del lead
-        if _label(name, leaf, config) != 'muon':
-            return optax.MaskedNode()
-        return blocks_of(name, leaf, model, config.muon.split_kv_b)
+    Raises:
+      ConfigError: no group has a parameter, or its rows do not divide by the heads.
+    """
+    parallel = model.run.parallel
 
-    muon = optax.chain(
-        scale_by_muon(map_leaves(blocks, model, plan), config.muon),
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(schedule),
-    )
-    adamw = optax.adamw(
-        schedule,
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda label: label == 'decayed', labels),
-    )
-    kinds = {'muon': 'muon', 'decayed': 'adamw', 'plain': 'adamw', 'held': 'held'}
-    moved = jax.tree.map(kinds.__getitem__, labels)
-    return optax.chain(
-        optax.clip_by_global_norm(config.grad_clip_norm),
-        optax.partition({'muon': muon, 'adamw': adamw, 'held': optax.set_to_zero()}, moved),
-    )
+    def rule(name: str, leaf: Leaf, lead: tuple[int, ...]) -> Rule:
+        label = _label(name, leaf, config)
+        if label != 'muon':
+            return Rule(label)
+        blocks = blocks_of(name, leaf, model.config, config.muon.split_kv_b)
+        if parallel is None:
+            return Rule(label, blocks)
+        return Rule(label, blocks, PartitionSpec(*[None] * len(lead), *parallel.spec(leaf)))
+
+    rules = map_leaves(rule, model.config, model.plan)
+    mesh = None if parallel is None else mesh
+    return Optimizer(config, learning_rate(config, num_steps), rules, mesh)

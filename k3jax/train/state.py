@@ -7,18 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import ConfigError, ModelConfig, StateMemory
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.param import computed_dtypes, param_specs
-
-HOST: StateMemory = 'pinned_host'
+from k3jax.train.host_memory import HOST, on_chip, placed_on_host
+from k3jax.train.optim import Optimizer
 
 
 class TrainState(NamedTuple):
-    """step: int32, updates done. params: float32 masters. opt_state: optax's."""
+    """step: int32, updates done. params: float32 masters. opt_state: the optimizer's."""
 
     step: jax.Array
     params: Any
@@ -34,36 +33,6 @@ def check_trainable(config: ModelConfig) -> None:
         )
 
 
-def on_chip(tree: Any, after: jax.Array | None = None) -> Any:
-    """Traced arrays, those that wait in the host's memory brought to the chip.
-
-    after: a value before which none is brought. A second use then brings its own copy, where XLA
-    would have kept the first for it.
-    """
-
-    def move(x: jax.Array) -> jax.Array:
-        here = jax.memory.Space.Device
-        if jax.typeof(x).memory_space == here:
-            return x
-        if after is not None:
-            x, _ = jax.lax.optimization_barrier((x, after))
-        return jax.device_put(x, here)
-
-    return jax.tree.map(move, tree)
-
-
-def sent_home(tree: Any, placed: Any) -> Any:
-    """Traced arrays of the state, those that wait in the host's memory sent there.
-
-    placed: the same part of the abstract state.
-    """
-
-    def move(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.device_put(x, abstract.sharding) if _waits(abstract) else x
-
-    return jax.tree.map(move, tree, placed)
-
-
 def working_copy(model: Kimi, params: Any) -> Any:
     """The parameters as a step takes them: on the chip, rounded as the computation rounds them.
 
@@ -73,7 +42,7 @@ def working_copy(model: Kimi, params: Any) -> Any:
     return jax.tree.map(lambda x, to: x.astype(to), on_chip(params), dtypes)
 
 
-def fresh_state(model: Kimi, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def fresh_state(model: Kimi, optimizer: Optimizer, key: jax.Array) -> TrainState:
     """The state before the first step; under `jax.eval_shape`, its shapes only."""
     params = init_params(model, key)
     return TrainState(jnp.int32(0), params, optimizer.init(params))
@@ -81,7 +50,7 @@ def fresh_state(model: Kimi, optimizer: optax.GradientTransformation, key: jax.A
 
 def abstract_state(
     model: Kimi,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     mesh: Mesh,
     state_memory: StateMemory = 'device',
 ) -> TrainState:
@@ -117,7 +86,7 @@ def chip_bytes(abstract: Any) -> int:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(abstract)
-        if not _waits(x)
+        if not placed_on_host(x)
     )
 
 
@@ -134,21 +103,17 @@ def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> No
     for x, dtype in zip(jax.tree.leaves(abstract.params), jax.tree.leaves(dtypes), strict=True):
         size = math.prod(x.sharding.shard_shape(x.shape)) * dtype.itemsize
         gradient += size
-        copies += size if _waits(x) or x.dtype != dtype else 0
+        copies += size if placed_on_host(x) or x.dtype != dtype else 0
     state = chip_bytes(abstract) + copies
     if limit is not None and state + gradient > limit:
         gib = 2**30
-        waits = all(map(_waits, jax.tree.leaves(abstract.params)))
+        waits = all(map(placed_on_host, jax.tree.leaves(abstract.params)))
         more = '' if waits else ', or optimizer.state_memory=pinned_host'
         raise ConfigError(
             f'mesh: a chip would hold {state / gib:.1f} GiB of parameters and optimizer state and '
             f'{gradient / gib:.1f} GiB of gradients, wanted at most {limit / gib:.1f} GiB; take '
             f'at least {-(-(state + gradient) // limit)} times the chips (mesh.data){more}'
         )
-
-
-def _waits(abstract: jax.ShapeDtypeStruct) -> bool:
-    return abstract.sharding.memory_kind == HOST
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -16,8 +16,10 @@ from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, lm_head
 from k3jax.model.param import param_specs
 from k3jax.parallel.rules import AXES
+from k3jax.train.host_memory import on_chip
 from k3jax.train.losses import token_losses
-from k3jax.train.state import TrainState, on_chip, sent_home, working_copy
+from k3jax.train.optim import Optimizer
+from k3jax.train.state import TrainState, working_copy
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
 Metrics = dict[str, jax.Array]
@@ -110,7 +112,7 @@ def make_gradient(
 
 def make_train_step(
     model: Kimi,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     grad_accum_steps: int,
     mesh: Mesh | None = None,
     placed: TrainState | None = None,
@@ -126,15 +128,18 @@ def make_train_step(
         total, grads = gradient(working_copy(model, state.params), batch)
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
         loss = total / count
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
-        norm = optax.tree.norm(grads)
+        # Fused into the sums: the update makes a float32 copy of its own, a leaf at a time.
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads))
         with jax.named_scope('optimizer'):
-            params, opt_state = on_chip((state.params, state.opt_state), after=norm)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            if placed is not None:
-                params = sent_home(params, placed.params)
-                opt_state = sent_home(opt_state, placed.opt_state)
+            params, opt_state = optimizer.update(
+                grads,
+                state.opt_state,
+                state.params,
+                state.step,
+                norm=norm,
+                count=count,
+                placed=None if placed is None else (placed.params, placed.opt_state),
+            )
         metrics = {'loss': loss, 'grad_norm': norm, 'targets': count}
         return TrainState(state.step + 1, params, opt_state), metrics
 

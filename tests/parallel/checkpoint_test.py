@@ -25,7 +25,7 @@ def test_eight_devices_then_four_then_one_hold_the_same_bits(tmp_path):
         run = Run(jnp.float32, jnp.float32, implementation='xla')
         run = run._replace(parallel=parallel_of(mesh, mesh_config, 'train'))
         model = Kimi(config, run)
-        optimizer = make_optimizer(OptimizerConfig(), 1000, config, model.plan)
+        optimizer = make_optimizer(OptimizerConfig(), 1000, model, mesh)
         waits = 'pinned_host' if number == 1 else 'device'
         abstract = abstract_state(model, optimizer, mesh, waits)
         if before is None:

@@ -169,7 +169,7 @@ def test_the_state_is_made_in_parts_that_equal_the_whole():
     mesh = make_mesh(config.mesh)
     run = Run(jnp.float32, jnp.float32, implementation='xla')
     model = Kimi(config.model, run._replace(parallel=parallel_of(mesh, config.mesh, 'train')))
-    optimizer = make_optimizer(config.optimizer, 1000, config.model, model.plan)
+    optimizer = make_optimizer(config.optimizer, 1000, model, mesh)
     abstract = abstract_state(model, optimizer, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     make = jax.jit(
@@ -188,7 +188,7 @@ def test_the_state_is_made_in_parts_that_equal_the_whole():
     moments = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract.opt_state)
-        if '.mu[' in jax.tree_util.keystr(path)
+        if jax.tree_util.keystr(path).endswith('.mu')
     ]
     assert moments and {m.sharding.spec for m in moments} <= set(
         jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
@@ -202,7 +202,7 @@ def test_a_state_that_cannot_lie_on_a_chip_is_refused_with_the_numbers():
         config.model,
         Run(jnp.float32, jnp.float32, parallel=parallel_of(mesh, config.mesh, 'train')),
     )
-    optimizer = make_optimizer(config.optimizer, 1000, config.model, model.plan)
+    optimizer = make_optimizer(config.optimizer, 1000, model, mesh)
     abstract = abstract_state(model, optimizer, mesh)
     need = chip_bytes(abstract) + chip_bytes(abstract.params)
     with pytest.raises(ConfigError, match='wanted at most .* take at least 3 times the chips'):

@@ -109,7 +109,7 @@ def stepped(shape, state_memory):
     run = RUN._replace(parallel=parallel_of(mesh, config, 'train'))
     model = Kimi(CONFIG, run)
     settings = OptimizerConfig(warmup_steps=0, learning_rate=1e-2)
-    optimizer = make_optimizer(settings, 10, CONFIG, model.plan)
+    optimizer = make_optimizer(settings, 10, model, mesh)
     placed = abstract_state(model, optimizer, mesh, state_memory)
     state = TrainState(jnp.int32(0), params(), jax.jit(optimizer.init)(params()))
     state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, placed))

@@ -1,6 +1,7 @@
 """Muon against vectors, float64 and optax; every parameter of the family is in a group."""
 
 import dataclasses
+import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,26 +13,23 @@ import pytest
 
 from configs import kimi_k3, kimi_linear_48b
 from k3jax.config import ConfigError, MuonConfig, OptimizerConfig
+from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
 from k3jax.model.plan import depth_plan
+from k3jax.model.run import Run
 from k3jax.train import optim
-from k3jax.train.muon import Blocks, muon_direction, newton_schulz, scale_by_muon
+from k3jax.train.muon import (
+    Blocks,
+    MuonState,
+    accumulated,
+    direction_on_mesh,
+    muon_direction,
+    newton_schulz,
+)
 from tests import tiny
+from tests.oracles import muon as oracle
 
 EXACT = MuonConfig(dtype='float32')
-
-
-def by_loop(x, config=EXACT):
-    """Newton-Schulz of one matrix in numpy float64."""
-    x = np.asarray(x, np.float64)
-    if wide := x.shape[0] > x.shape[1]:
-        x = x.T
-    x = x / (np.sqrt((x**2).sum()) + 1e-7)
-    a, b, c = config.coefficients
-    for _ in range(config.steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if wide else x
 
 
 def random(seed, *shape):
@@ -42,7 +40,7 @@ def test_the_vector_of_the_specification():
     matrix = np.array([[1.0, 2, 0], [0, 1, -1]])
     got = newton_schulz(jnp.asarray(matrix), EXACT)
     want = [[0.4468269, 0.5926886, 0.3009700], [-0.3009700, 0.2963443, -0.8982842]]
-    np.testing.assert_allclose(by_loop(matrix), want, atol=3e-6)
+    np.testing.assert_allclose(oracle.newton_schulz(matrix), want, atol=3e-6)
     np.testing.assert_allclose(got, want, atol=1e-5)
     values = np.linalg.svd(got, compute_uv=False)
     np.testing.assert_allclose(values, [1.048769, 0.725892], atol=1e-5)
@@ -67,7 +65,7 @@ def test_equals_float64_and_optax(shape):
     x = random(1, 2, *shape)
     got = newton_schulz(jnp.asarray(x), EXACT)
     for one, matrix in zip(got, x, strict=True):
-        np.testing.assert_allclose(one, by_loop(matrix), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, oracle.newton_schulz(matrix), rtol=1e-5, atol=1e-6)
         by_optax = optax.contrib.muon(
             -1.0, EXACT.coefficients, EXACT.steps, beta=0.0, eps=1e-7, nesterov=False,
             consistent_rms=0.2,
@@ -86,18 +84,24 @@ def test_an_update_has_the_rms_of_adam(dtype):
         assert 0.14 < float(jnp.sqrt(jnp.mean(block**2))) < 0.25
 
 
+_direction = jax.jit(
+    lambda x, blocks: direction_on_mesh(x, blocks, EXACT), static_argnames='blocks'
+)
+
+
 @hypothesis.settings(max_examples=20, deadline=None)
-@hypothesis.given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 99))
-def test_permuting_heads_commutes(heads, keys, values, seed):
-    rows = (keys, values) if values else (keys,)
-    blocks = Blocks(heads, rows)
-    x = random(seed, 2, heads, sum(rows), 6)
-    order = np.random.default_rng(seed).permutation(heads)
+@hypothesis.given(
+    st.sampled_from([Blocks(3, (4,)), Blocks(4, (2, 3)), Blocks(2, (7,))]), st.integers(0, 99)
+)
+def test_permuting_heads_and_experts_commutes(blocks, seed):
+    x = random(seed, 3, blocks.count, sum(blocks.rows), 6)  # three experts
+    rng = np.random.default_rng(seed)
+    order = np.ix_(rng.permutation(3), rng.permutation(blocks.count))
 
     def moved(x):
-        return muon_direction(jnp.asarray(x.reshape(2, -1, 6)), blocks, EXACT).reshape(x.shape)
+        return _direction(x.reshape(3, -1, 6), blocks).reshape(x.shape)
 
-    np.testing.assert_allclose(moved(x[:, order]), moved(x)[:, order], atol=1e-5)
+    np.testing.assert_allclose(moved(x[order]), moved(x)[order], atol=1e-5)
 
 
 def test_zero_momentum_moves_nothing():
@@ -107,14 +111,14 @@ def test_zero_momentum_moves_nothing():
 @pytest.mark.parametrize('nesterov', [False, True])
 def test_momentum_accumulates_as_published(nesterov):
     config = dataclasses.replace(EXACT, nesterov=nesterov)
-    moved = scale_by_muon({'w': Blocks(1, (3,))}, config)
-    grads = [random(seed, 3, 4) for seed in (5, 6)]
-    state, momentum = moved.init({'w': jnp.zeros((3, 4))}), 0.0
-    for grad in grads:
-        got, state = moved.update({'w': grad}, state)
+    state, momentum = MuonState(jnp.zeros((3, 4))), 0.0
+    for seed in (5, 6):
+        grad = random(seed, 3, 4)
+        got, state = accumulated(grad, state, config)
         momentum = 0.95 * momentum + np.asarray(grad, np.float64)
         ahead = grad + 0.95 * momentum if nesterov else momentum
-        np.testing.assert_allclose(got['w'], 0.2 * 2 * by_loop(ahead), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got, ahead, rtol=1e-6)
+        np.testing.assert_allclose(state.momentum, momentum, rtol=1e-6)
 
 
 def groups(model):
@@ -164,7 +168,8 @@ def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
     config = OptimizerConfig(
         name='muon', muon=EXACT, warmup_steps=0, learning_rate=0.1, grad_clip_norm=1e9
     )
-    optimizer = optim.make_optimizer(config, 10, model, plan)
+    run = Run(jnp.dtype('float32'), jnp.dtype('float32'))
+    optimizer = optim.make_optimizer(config, 10, Kimi(model, run))
     leaves = optim.map_leaves(lambda name, leaf, lead: (*lead, *leaf.shape), model, plan)
     params = jax.tree.map(
         lambda shape: jnp.asarray(random(len(shape), *shape)),
@@ -172,15 +177,18 @@ def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
         is_leaf=lambda x: isinstance(x, tuple),
     )
     grads = jax.tree.map(lambda x: jnp.asarray(random(x.size, *x.shape)), params)
-    updates, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-    momenta = [
-        path
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-        if 'momentum' in jax.tree_util.keystr(path)
-    ]
-    assert len(momenta) == sum(
-        label == 'muon' for label in jax.tree.leaves(optim.labels_of(config, model, plan))
-    )
+    update = jax.jit(functools.partial(optimizer.update, norm=optax.tree.norm(grads)))
+    moved, state = update(grads, optimizer.init(params), params, 0)
+    updates = jax.tree.map(jnp.subtract, moved, params)
+    kinds = {
+        'muon': MuonState,
+        'decayed': optim.AdamState,
+        'plain': optim.AdamState,
+        'held': optax.EmptyState,
+    }
+    labels, tree = jax.tree.flatten(optim.labels_of(config, model, plan))
+    for label, found in zip(labels, tree.flatten_up_to(state), strict=True):
+        assert type(found) is kinds[label]
 
     def at(tree, *names):
         found = [
@@ -195,7 +203,7 @@ def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
     want = []
     for block in np.split(g, heads):
         for part in (block[:keys], block[keys:]):
-            want.append(0.2 * np.sqrt(max(part.shape)) * by_loop(part))
+            want.append(0.2 * np.sqrt(max(part.shape)) * oracle.newton_schulz(part))
     want = -0.1 * (np.concatenate(want) + 0.1 * w)
     assert u.shape == (heads * (keys + values), 10)
     np.testing.assert_allclose(u, want, rtol=1e-3, atol=1e-5)
