@@ -13,6 +13,7 @@ Family = Literal['kimi_k3', 'kimi_linear']
 StateMemory = Literal['device', 'pinned_host']
 OptimizerName = Literal['adamw', 'muon']
 ExpertParallel = Literal['moon', 'plain']
+ScaleRule = Literal['ocp_floor', 'ceil']
 # Values inside a layer that a run may keep, or send to the host, where it recomputes the others.
 ACTIVATIONS = ('layer_input', 'mixer_input', 'mixer_output', 'ffn_input', 'ffn_output')
 
@@ -186,16 +187,7 @@ class ModelConfig:
             'False when routed_expert_hidden_size is None',
         )
         if self.experts_format == 'mxfp4':
-            for field, width in (
-                ('routed_expert_hidden_size', self.expert_input_size),
-                ('moe_intermediate_size', self.moe_intermediate_size),
-            ):
-                _require(
-                    width % 32 == 0,
-                    f'model.{field}',
-                    width,
-                    'a multiple of 32, the MXFP4 group size',
-                )
+            _whole_groups(self, 'the MXFP4 group size')
 
     @property
     def expert_input_size(self) -> int:
@@ -218,6 +210,15 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         """Whether 0-based `layer` has experts (otherwise a dense MLP)."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+def _whole_groups(model: ModelConfig, why: str) -> None:
+    latent = model.routed_expert_hidden_size is not None
+    for field, width in (
+        ('routed_expert_hidden_size' if latent else 'hidden_size', model.expert_input_size),
+        ('moe_intermediate_size', model.moe_intermediate_size),
+    ):
+        _require(width % 32 == 0, f'model.{field}', width, f'a multiple of 32, {why}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -355,6 +356,42 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantisationConfig:
+    """In what the routed experts are computed, for four-bit weights and eight-bit activations.
+
+    Source: K3 report section 4.1.4: weights MXFP4, the activations that enter them MXFP8.
+    """
+
+    weights: Literal['mxfp4'] | None = None  # once a step, from the float32 masters
+    activations: Literal['mxfp8'] | None = None  # that enter each of the experts' products
+    scale_rule: ScaleRule = 'ocp_floor'  # of both; UNCONFIRMED which one K3 was trained with
+
+    def __post_init__(self) -> None:
+        where = 'train.quantisation'
+        _require(
+            self.weights in ('mxfp4', None), f'{where}.weights', self.weights, "'mxfp4' or None"
+        )
+        _require(
+            self.activations in ('mxfp8', None),
+            f'{where}.activations',
+            self.activations,
+            "'mxfp8' or None",
+        )
+        _require(
+            self.scale_rule in get_args(ScaleRule),
+            f'{where}.scale_rule',
+            self.scale_rule,
+            "'ocp_floor' or 'ceil'",
+        )
+
+
+def check_quantisation(model: ModelConfig, quantisation: QuantisationConfig) -> None:
+    """Raises ConfigError for experts whose rows are no whole groups of 32."""
+    if quantisation.weights or quantisation.activations:
+        _whole_groups(model, 'which train.quantisation shares scales in')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long to train, in what precision, and what to write."""
 
@@ -366,6 +403,7 @@ class TrainConfig:
     keep: tuple[str, ...] = ()  # with 'layer': of ACTIVATIONS, kept instead of recomputed
     offload: tuple[str, ...] = ()  # with 'layer': of ACTIVATIONS, kept in the host's memory
     scan_layers: bool = True
+    quantisation: QuantisationConfig = QuantisationConfig()  # of the routed experts
     log_every: int = 10
     eval_every: int = 0  # steps; 0: not during training
     eval_batches: int = 64  # of the held-out split
@@ -437,6 +475,7 @@ class Config:
             self.optimizer.warmup_steps,
             f'fewer than train.num_steps ({self.train.num_steps})',
         )
+        check_quantisation(self.model, self.train.quantisation)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

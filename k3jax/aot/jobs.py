@@ -76,6 +76,7 @@ def _model(config: Config, mesh: Mesh, strategy: Strategy) -> Kimi:
         train.remat if strategy == 'train' else 'none',
         keep=train.keep,
         offload=train.offload,
+        quantisation=train.quantisation,
         parallel=parallel_of(mesh, config.mesh, strategy),
     )
     return Kimi(config.model, run, train.scan_layers)

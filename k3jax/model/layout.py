@@ -22,6 +22,7 @@ class Leaf:
     axes: tuple[str | None, ...]
     dtype: str = 'bfloat16'
     init: str = 'normal'  # normal | ones | zeros | A_log | dt_bias | conv
+    quantisable: bool = False  # to MXFP4: 32 along the last axis share a scale
     exact: bool = False  # used in float32, or its gradient is a sum of many: never rounded to move
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ def expert_leaves(config: ModelConfig) -> Tree:
     axes = ('expert', 'expert_rows', None)
     for name, out, inp in (('w1', f, width), ('w3', f, width), ('w2', width, f)):
         if config.experts_format == 'bf16':
-            leaves[name] = Leaf((e, out, inp), axes)
+            leaves[name] = Leaf((e, out, inp), axes, quantisable=True)
         else:
             leaves[f'{name}_packed'] = Leaf((e, out, inp // 2), axes, 'uint8', 'zeros')
             leaves[f'{name}_scale'] = Leaf((e, out, inp // GROUP), axes, 'uint8', 'zeros')

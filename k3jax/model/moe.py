@@ -18,9 +18,11 @@ from pallas_kernels.grouped_mlp import (
     Experts,
     GatedActivation,
     Mxfp4,
+    Mxfp8,
     SiTU,
     SwiGLU,
     grouped_mlp,
+    round_rows,
 )
 
 Params = dict[str, Any]
@@ -30,6 +32,11 @@ def activation_of(config: ModelConfig) -> GatedActivation:
     if config.hidden_act == 'silu':
         return SwiGLU()
     return SiTU(config.activation_situ_beta, config.activation_situ_linear_beta)
+
+
+def _rounding_of(run: Run) -> Mxfp8 | None:
+    how = run.quantisation
+    return None if how.activations is None else Mxfp8(how.scale_rule)
 
 
 @jax.named_scope('mlp')
@@ -69,11 +76,13 @@ def _on_one_chip(
     flat = routing.experts.reshape(-1)
     order = jnp.argsort(flat)
     inverse = jnp.argsort(order)
+    z, quantise = round_rows(z, _rounding_of(run))
     rows = grouped_mlp(
         _permute(jnp.repeat(z, routing.experts.shape[1], axis=0), order, inverse),
         experts,
         jnp.bincount(flat, length=experts.num_experts).astype(jnp.int32),
         activation,
+        quantise=quantise,
         implementation=run.implementation,
     )
     rows = _permute(rows, inverse, order).reshape(*routing.weights.shape, -1)
@@ -90,13 +99,19 @@ def _mixed(
         return _on_one_chip(z, routing, experts, activation, run)
     arguments = (z, routing.experts, routing.weights, experts, activation)
     if parallel.strategy == 'decode':
-        return gathered_mlp(*arguments, parallel=parallel, implementation=run.implementation)
+        return gathered_mlp(
+            *arguments,
+            parallel=parallel,
+            quantise=_rounding_of(run),
+            implementation=run.implementation,
+        )
     (axis,) = parallel.rules.experts
     return routed_mlp(
         *arguments,
         axis=axis,
         axis_size=parallel.size(axis),
         method=parallel.expert_parallel,
+        quantise=_rounding_of(run),
         implementation=run.implementation,
     )
 

@@ -33,7 +33,13 @@ from k3jax.parallel.moon_ep import (
 )
 from pallas_kernels.common.checks import check_floating, check_integer
 from pallas_kernels.common.platform import Implementation
-from pallas_kernels.grouped_mlp import Experts, GatedActivation, grouped_mlp
+from pallas_kernels.grouped_mlp import (
+    Experts,
+    GatedActivation,
+    Mxfp8,
+    grouped_mlp,
+    round_rows,
+)
 
 Method = Literal['moon', 'plain']
 
@@ -67,6 +73,7 @@ def routed_mlp(
     axis: Axis = 'expert',
     axis_size: int,
     method: Method = 'moon',
+    quantise: Mxfp8 | None = None,
     implementation: Implementation | None = None,
     token_padding: int = 1,
 ) -> jax.Array:
@@ -83,7 +90,7 @@ def routed_mlp(
         known before the program runs, counts nothing.
       weights: [S, k] float32. experts: this rank's [E / R, ...], arrays, or packed (forward only).
       axis: mesh axis or axes of the R ranks, in which expert e lives on rank e // (E / R).
-      axis_size: R. implementation: of `grouped_mlp`.
+      axis_size: R. quantise, implementation: of `grouped_mlp`.
       token_padding: groups of rows are padded to its multiples.
 
     Returns:
@@ -109,6 +116,7 @@ def routed_mlp(
     weights = jnp.where(is_expert, weights, 0)
     chosen = jnp.clip(chosen, 0, grid.num_experts - 1)
 
+    z, quantise = round_rows(z, quantise)
     rank = lax.axis_index(axis)
     with jax.named_scope('plan'):
         counts = lax.all_gather(count_entries(chosen, grid.num_experts), axis)
@@ -129,7 +137,11 @@ def routed_mlp(
     if grid.lends:
         with jax.named_scope('borrow'):
             experts = with_borrowed(experts, plan, copies, grid, axis)
-    y = grouped_mlp(x, experts, layout.group_sizes, activation, implementation=implementation)
+    y = grouped_mlp(
+        *(x, experts, layout.group_sizes, activation),
+        quantise=quantise,
+        implementation=implementation,
+    )
     with jax.named_scope('combine'):
         y = mix(y, weights, layout, grid.num_chosen)
         y = exchange(y, sends.rows.reversed(), num_sent_rows(grid), axis)

@@ -11,7 +11,13 @@ from jax import lax
 
 from k3jax.parallel.shard import Parallel
 from pallas_kernels.common.platform import Implementation
-from pallas_kernels.grouped_mlp import Experts, GatedActivation, grouped_mlp
+from pallas_kernels.grouped_mlp import (
+    Experts,
+    GatedActivation,
+    Mxfp8,
+    grouped_mlp,
+    round_rows,
+)
 
 
 def gathered_mlp(
@@ -22,6 +28,7 @@ def gathered_mlp(
     activation: GatedActivation,
     *,
     parallel: Parallel,
+    quantise: Mxfp8 | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """sum_j weights[s, j] expert_{chosen[s, j]}(z[s]) of this chip's tokens.
@@ -30,12 +37,14 @@ def gathered_mlp(
       z: [S, L], this chip's tokens, the same along mesh axes that do not cut rows.
       chosen, weights: [S, k], experts of the whole model.
       experts: this chip's share, in the order of the mesh axes that cut them.
+      quantise, implementation: of `grouped_mlp`.
 
     Returns:
       [S, L] float32. Not to be differentiated.
     """
     rows = tuple(axis for axis in parallel.rules.rows if parallel.size(axis) > 1)
     homes = parallel.cut_of('expert')
+    z, quantise = round_rows(z, quantise)
     if rows:
         z, chosen, weights = (
             lax.all_gather(x, rows, axis=0, tiled=True) for x in (z, chosen, weights)
@@ -48,7 +57,9 @@ def gathered_mlp(
     order = jnp.argsort(flat)
     sizes = jnp.bincount(flat, length=experts.num_experts + 1)[:-1].astype(jnp.int32)
     served = grouped_mlp(
-        z[order // chosen.shape[1]], experts, sizes, activation, implementation=implementation
+        *(z[order // chosen.shape[1]], experts, sizes, activation),
+        quantise=quantise,
+        implementation=implementation,
     )
     served = served[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(wide)
     mixed = jnp.sum(jnp.where(elsewhere, 0, weights)[..., None] * served, axis=1)

@@ -31,6 +31,7 @@ from k3jax.train.checkpoint import Checkpoints, check_config, write_config
 from k3jax.train.eval import HeldOut, evaluate
 from k3jax.train.optim import learning_rate, make_optimizer
 from k3jax.train.placement import Placement, joined_positions
+from k3jax.train.quantise import quantised
 from k3jax.train.state import (
     TrainState,
     abstract_state,
@@ -55,7 +56,10 @@ class Outcome(NamedTuple):
     finished: bool
 
     def on_one_chip(self) -> tuple[Kimi, Any]:
-        """The model and its parameters, on the first chip; for a single process."""
+        """The model and its parameters, quantised as a step has them, on the first chip.
+
+        For a single process.
+        """
         model = self.model.clone(run=self.model.run._replace(parallel=None))
 
         def move(x: jax.Array) -> jax.Array:
@@ -63,7 +67,8 @@ class Outcome(NamedTuple):
             x = jax.device_put(x, x.sharding.with_memory_kind('device'))
             return jax.device_put(x, jax.devices()[0])
 
-        return model, jax.tree.map(move, self.state.params)
+        params = jax.tree.map(move, self.state.params)
+        return model, jax.jit(functools.partial(quantised, model))(params)
 
 
 class _StopRequest:
@@ -130,6 +135,7 @@ class Trainer:
                 implementation_on(devices[0].platform),
                 keep=train.keep,
                 offload=train.offload,
+                quantisation=train.quantisation,
                 parallel=parallel,
             ),
             train.scan_layers,

@@ -14,6 +14,7 @@ from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.param import computed_dtypes, param_specs
 from k3jax.train.host_memory import HOST, on_chip, placed_on_host
 from k3jax.train.optim import Optimizer
+from k3jax.train.quantise import quantised
 
 
 class TrainState(NamedTuple):
@@ -36,10 +37,13 @@ def check_trainable(config: ModelConfig) -> None:
 def working_copy(model: Kimi, params: Any) -> Any:
     """The parameters as a step takes them: on the chip, rounded as the computation rounds them.
 
+    In quantisation-aware training the experts' weights are first quantised, straight from the
+    masters: the gradient of these values is that of the masters.
     Their gradient has the same dtypes. For use under `jit`.
     """
     dtypes = computed_dtypes(params, model.config, model.plan, model.run)
-    return jax.tree.map(lambda x, to: x.astype(to), on_chip(params), dtypes)
+    params = quantised(model, on_chip(params))
+    return jax.tree.map(lambda x, to: x.astype(to), params, dtypes)
 
 
 def fresh_state(model: Kimi, optimizer: Optimizer, key: jax.Array) -> TrainState:

@@ -16,7 +16,6 @@ from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, lm_head
 from k3jax.model.param import param_specs
 from k3jax.parallel.rules import AXES
-from k3jax.train.host_memory import on_chip
 from k3jax.train.losses import token_losses
 from k3jax.train.optim import Optimizer
 from k3jax.train.state import TrainState, working_copy
@@ -49,7 +48,7 @@ def losses_of(
 
     parallel = model.run.parallel
     if parallel is None:
-        return jax.jit(lambda params, batch: losses(on_chip(params), batch))
+        return jax.jit(lambda params, batch: losses(working_copy(model, params), batch))
     specs, cut = param_specs(model.config, model.plan, parallel), parallel.batch_spec
     losses = jax.shard_map(losses, mesh=mesh, in_specs=(specs, cut), out_specs=cut, check_vma=False)
     return jax.jit(

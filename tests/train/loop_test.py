@@ -12,7 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from k3jax.config import Config, DataConfig, MuonConfig, OptimizerConfig, TrainConfig
+from k3jax.config import (
+    Config,
+    DataConfig,
+    MuonConfig,
+    OptimizerConfig,
+    QuantisationConfig,
+    TrainConfig,
+)
 from k3jax.train import checkpoint as checkpoint_lib
 from k3jax.train.loop import NonFiniteLoss, Trainer
 from tests import tiny
@@ -221,7 +228,9 @@ def saved_config(path: str) -> Config:
         model=model_config_from_dict(fields['model']),
         optimizer=OptimizerConfig(**optimizer, muon=MuonConfig(**muon)),
         data=DataConfig(**fields['data']),
-        train=TrainConfig(**fields['train'] | {'keep': (), 'offload': ()}),
+        train=TrainConfig(
+            **fields['train'] | {'keep': (), 'offload': (), 'quantisation': QuantisationConfig()}
+        ),
     )
 
 
