@@ -1,11 +1,13 @@
-"""Converts a released checkpoint to an Orbax folder, or such a folder back to the released layout.
+"""Converts a released checkpoint to an Orbax folder; that, or a run, to the released layout.
 
     python -m experiments.convert --source=Kimi-K3 --target=gs://bucket/k3
     python -m experiments.convert --source=gs://bucket/k3 --target=out --to=safetensors
+    python -m experiments.convert --source=runs/mine --target=out --to=safetensors
 
 The converted folder holds `params/` (restorable by plain Orbax), the tokenizer and the other files
 of the release, and `conversion.json`, which is written last. Run the same command again after an
-interruption: it goes on where it stopped.
+interruption: it goes on where it stopped. Of a training workdir the newest checkpoint is exported;
+experts that were trained in MXFP4 are packed, quantised from the float32 masters as in training.
 """
 
 import sys
@@ -18,6 +20,7 @@ from k3jax.convert.progress import Progress
 from k3jax.convert.to_orbax import convert
 from k3jax.convert.to_safetensors import export
 from k3jax.flags import run_main
+from k3jax.serve.export import export_workdir, is_workdir
 
 _SOURCE = flags.DEFINE_string('source', None, 'Folder to read, local or gs://.', required=True)
 _TARGET = flags.DEFINE_string('target', None, 'Folder to write, local or gs://.', required=True)
@@ -40,6 +43,10 @@ def main(argv: list[str]) -> None:
                 f'--experts={_EXPERTS.value}: only for --to=orbax; an export writes the experts as '
                 'the converted folder holds them'
             )
+        if is_workdir(_SOURCE.value):
+            config = export_workdir(_SOURCE.value, _TARGET.value, progress)
+            print(f'released layout in {_TARGET.value}, experts in {config.experts_format}')
+            return
         export(_SOURCE.value, _TARGET.value, progress)
         print(f'released layout in {_TARGET.value}')
         return

@@ -16,7 +16,7 @@ from etils import epath
 from k3jax.config import DataConfig
 from k3jax.data.loader import held_out_batches
 from k3jax.data.tokenizer import Tokenizer
-from k3jax.flags import run_main, token_ids
+from k3jax.flags import activations, define_activations_flags, run_main, token_ids
 from k3jax.serve.load import Loaded, open_model, use_dtype
 from k3jax.train.eval import choice_accuracy, evaluate, logits_of
 
@@ -27,6 +27,7 @@ _TASK = flags.DEFINE_enum(
     'task', 'perplexity', ['perplexity', 'logits', 'choice'], 'What to compute.'
 )
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Compute dtype.')
+define_activations_flags()
 _DATA = flags.DEFINE_string(
     'data',
     None,
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> None:
     del argv
     _check_flags()
     use_dtype(_DTYPE.value)
-    loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
+    loaded = open_model(_CHECKPOINT.value, _DTYPE.value, **activations())
     match _TASK.value:
         case 'perplexity':
             result = _perplexity(loaded)

@@ -6,7 +6,7 @@ import json
 
 from absl import flags
 
-from k3jax.flags import run_main, token_ids
+from k3jax.flags import activations, define_activations_flags, run_main, token_ids
 from k3jax.serve.generate import generate
 from k3jax.serve.load import Loaded, open_model, use_dtype
 
@@ -20,6 +20,7 @@ _TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0: always the most likely
 _TOP_P = flags.DEFINE_float('top_p', 1.0, 'Sample from the likeliest tokens with this mass.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the sampling.')
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Compute dtype.')
+define_activations_flags()
 _JSON = flags.DEFINE_bool('json', False, 'Print {"token_ids": [...], "text": ...} as last line.')
 
 
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> None:
     if _PROMPT.value is None:
         token_ids(_TOKEN_IDS.value)  # a mistake shows before a large model is read
     use_dtype(_DTYPE.value)
-    loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
+    loaded = open_model(_CHECKPOINT.value, _DTYPE.value, **activations())
     tokenizer, stop_ids = loaded.tokenizer, {loaded.model.config.eos_token_id}
     if tokenizer is not None:
         stop_ids |= {tokenizer.eos_id, tokenizer.end_of_msg_id}

@@ -8,7 +8,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from absl import app, flags
 from absl import logging as absl_logging
@@ -56,6 +56,29 @@ def load_config() -> config_lib.Config:
       ValueError: the file is not there, is not a config, or --set does not fit it.
     """
     return overrides.apply_overrides(config_from_file(flags.FLAGS.config), flags.FLAGS.set)
+
+
+def define_activations_flags() -> None:
+    """Registers --activations and --scale_rule; for scripts that run a checkpoint."""
+    flags.DEFINE_enum(
+        'activations',
+        None,
+        ['none', 'mxfp8'],
+        "mxfp8: what enters each of the routed experts' products is rounded to MXFP8; none: it is "
+        'not. By default as a workdir was trained, and none for a converted folder: a release does '
+        'not say how it was trained.',
+    )
+    flags.DEFINE_enum(
+        'scale_rule',
+        None,
+        list(get_args(config_lib.ScaleRule)),
+        'Of --activations=mxfp8. By default that of a workdir; ocp_floor for a converted folder.',
+    )
+
+
+def activations() -> dict[str, Any]:
+    """What --activations and --scale_rule say, for `open_model`; None where they say nothing."""
+    return {name: flags.FLAGS[name].value for name in ('activations', 'scale_rule')}
 
 
 def workdir() -> str:

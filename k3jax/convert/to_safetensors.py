@@ -347,6 +347,7 @@ def export_params(
     target: epath.PathLike,
     *,
     release: epath.PathLike | None = None,
+    small_files_of: epath.PathLike | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes a tree of parameters in the released layout: one shard a layer, one for the rest.
@@ -357,6 +358,7 @@ def export_params(
       config: the model of `params`.
       target: new or empty folder, or one where the same call was interrupted.
       release: a converted folder whose tokenizer and other small files are copied along.
+      small_files_of: instead of it, any folder with such files.
       progress: where to count bytes.
 
     Raises:
@@ -373,7 +375,9 @@ def export_params(
             )
     _begin(target, {'export_params': config.name})
     if release is not None:
-        folder = read_conversion(release).release_path
+        small_files_of = read_conversion(release).release_path
+    if small_files_of is not None:
+        folder = epath.Path(small_files_of)
         for name in small_files(folder):
             if name not in (CONFIG_FILE, INDEX_FILE):
                 copy_whole(folder / name, target / name)

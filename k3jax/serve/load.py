@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from k3jax.config import DataConfig, ModelConfig
+from k3jax.config import (
+    DataConfig,
+    ModelConfig,
+    QuantisationConfig,
+    ScaleRule,
+    check_quantisation,
+)
 from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, load_params, read_conversion
 from k3jax.data.tokenizer import VOCAB_FILE, Tokenizer, load_tokenizer
 from k3jax.model.kimi import Kimi, init_params
@@ -19,6 +25,7 @@ from k3jax.model.plan import stack_params, unstack_params
 from k3jax.model.run import Run
 from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, read_config
 from pallas_kernels.common.platform import implementation_on
+from pallas_kernels.grouped_mlp import fake_quantise_mxfp4
 
 UNROLL_UP_TO = 32  # layers; deeper models are scanned, which compiles faster than it runs
 
@@ -37,7 +44,8 @@ class Loaded:
     data: DataConfig | None
 
 
-def _workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
+def workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
+    """The float32 masters of a workdir's newest checkpoint, by layer, on the host."""
     trained = Kimi(config, Run(jnp.dtype('float32'), jnp.dtype('float32')), scan_layers)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever mesh it was trained on
     abstract = jax.tree.map(
@@ -58,26 +66,38 @@ def use_dtype(dtype: str) -> None:
         jax.config.update('jax_default_matmul_precision', 'highest')
 
 
-def open_model(path: str, dtype: str = 'bfloat16') -> Loaded:
+def open_model(
+    path: str,
+    dtype: str = 'bfloat16',
+    *,
+    activations: str | None = None,
+    scale_rule: ScaleRule | None = None,
+) -> Loaded:
     """The model at `path`, on the default device.
+
+    The experts' weights of a workdir that was trained with them in MXFP4 are quantised as they were
+    in training.
 
     Args:
       path: what `convert` made, or a workdir of `train`; local or gs://.
       dtype: of activations and matmul operands; what the release stores as float32 stays so.
+      activations: 'mxfp8' rounds what enters the experts' products, 'none' does not; None: as the
+        workdir was trained, and 'none' for a converted folder.
+      scale_rule: of these; None: as the workdir was trained; 'ocp_floor' for a converted folder.
 
     Raises:
       ValueError: there is no such checkpoint, or it is not whole.
     """
-    folder, data = epath.Path(path), None
+    folder, data, trained = epath.Path(path), None, QuantisationConfig()
     if (folder / CONVERSION_FILE).exists() or (folder / STATE_FILE).exists():
         conversion = read_conversion(folder)
         config, release = conversion.model_config, conversion.release_path
         tokenizer = load_tokenizer(release) if (release / VOCAB_FILE).exists() else None
         params = load_params(folder)
     elif (folder / CONFIG_FILE).exists():
-        config, scan_layers, data = read_config(folder)
+        config, scan_layers, data, trained = read_config(folder)
         tokenizer = load_tokenizer(data.tokenizer)
-        params = _workdir_params(folder, config, scan_layers)
+        params = workdir_params(folder, config, scan_layers)
     elif next(folder.glob('*.safetensors'), None) is not None:
         raise ValueError(
             f'--checkpoint: {path} is a release in safetensors; convert it first: '
@@ -91,15 +111,27 @@ def open_model(path: str, dtype: str = 'bfloat16') -> Loaded:
         )
     scan = config.num_hidden_layers > UNROLL_UP_TO
     implementation = implementation_on(jax.devices()[0].platform)
-    model = Kimi(config, Run(jnp.dtype(dtype), implementation=implementation), scan)
+    given = trained.activations if activations is None else activations
+    run = Run(
+        jnp.dtype(dtype),
+        implementation=implementation,
+        quantisation=QuantisationConfig(
+            activations=None if given == 'none' else given,
+            scale_rule=scale_rule or trained.scale_rule,
+        ),
+    )
+    check_quantisation(config, run.quantisation)
+    model = Kimi(config, run, scan)
     placed = jax.tree.map(
-        lambda leaf, array: _place(leaf, array, dtype), model_leaves(config), params
+        lambda leaf, array: _place(leaf, array, dtype, trained), model_leaves(config), params
     )
     return Loaded(model, stack_params(placed, model.plan, jnp.stack), tokenizer, data)
 
 
-def _place(leaf: Leaf, array: np.ndarray, dtype: str) -> jax.Array:
+def _place(leaf: Leaf, array: np.ndarray, dtype: str, trained: QuantisationConfig) -> jax.Array:
     """On device: in the compute dtype, so that no step converts it again, unless kept wider."""
     if leaf.dtype == 'uint8':
         return jnp.asarray(array)
+    if leaf.quantisable and trained.weights is not None:
+        array = fake_quantise_mxfp4(jnp.asarray(array), trained.scale_rule)
     return jnp.asarray(array, jnp.promote_types(dtype, leaf.dtype))

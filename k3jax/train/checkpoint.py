@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from k3jax import config as config_lib
-from k3jax.config import Config, DataConfig, ModelConfig
+from k3jax.config import Config, DataConfig, ModelConfig, QuantisationConfig
 from k3jax.model.plan import depth_plan
 from k3jax.train.state import TrainState
 
@@ -87,11 +87,21 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def read_config(workdir: epath.Path) -> tuple[ModelConfig, bool, DataConfig]:
-    """Model config, scan_layers and data config of a run's workdir."""
+class Stored(NamedTuple):
+    """What a workdir says of its run."""
+
+    model: ModelConfig
+    scan_layers: bool
+    data: DataConfig
+    quantisation: QuantisationConfig
+
+
+def read_config(workdir: epath.Path) -> Stored:
+    """The configs in a run's workdir that loading it needs."""
     fields = _read(workdir)
-    model = config_lib.model_config_from_dict(fields['model'])
-    return model, fields['train']['scan_layers'], DataConfig(**fields['data'])
+    model, train = config_lib.model_config_from_dict(fields['model']), fields['train']
+    quantisation = QuantisationConfig(**train.get('quantisation', {}))
+    return Stored(model, train['scan_layers'], DataConfig(**fields['data']), quantisation)
 
 
 class Checkpoints:

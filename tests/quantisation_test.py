@@ -1,0 +1,175 @@
+"""From a run with experts in MXFP4 and MXFP8 to what serves it: the same logits, bit by bit."""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from k3jax.config import Config, DataConfig, OptimizerConfig, QuantisationConfig, TrainConfig
+from k3jax.convert.binding import flatten, unflatten
+from k3jax.convert.converted import load_params
+from k3jax.convert.files import ConversionError
+from k3jax.convert.to_orbax import convert
+from k3jax.model.layout import model_leaves
+from k3jax.model.plan import stack_params, unstack_params
+from k3jax.serve.export import export_workdir, released_form
+from k3jax.serve.load import open_model
+from k3jax.train.eval import logits_of
+from k3jax.train.loop import Trainer
+from k3jax.train.state import working_copy
+from pallas_kernels.grouped_mlp import quantise_mxfp4
+from tests import tiny
+
+WIDTHS = {'vocab_size': 512, 'moe_intermediate_size': 64, 'routed_expert_hidden_size': 32}
+# Training scans what folds; serving unrolls it.
+MODELS = {
+    'one layer': tiny.k3((), (1,), first_k_dense_replace=0, **WIDTHS),
+    'all mixers': tiny.k3((1, 2), (3,), **WIDTHS),
+}
+# Not the rule that serving takes where nobody says.
+ON = QuantisationConfig(weights='mxfp4', activations='mxfp8', scale_rule='ceil')
+IDS = [5, 17, 200, 3, 400, 97, 12]
+
+
+@pytest.fixture(
+    scope='module', params=['one layer', pytest.param('all mixers', marks=pytest.mark.slow)]
+)
+def config(request, tmp_path_factory):
+    corpus = tmp_path_factory.mktemp('corpus')
+    texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
+    (corpus / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
+    return Config(
+        model=MODELS[request.param],
+        optimizer=OptimizerConfig(warmup_steps=1, learning_rate=3e-3),
+        data=DataConfig(
+            source=str(corpus), sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
+        ),
+        train=TrainConfig(
+            num_steps=3,
+            dtype='float32',
+            log_every=1,
+            sample_tokens=0,
+            quantisation=ON,
+        ),
+    )
+
+
+@pytest.fixture(scope='module')
+def trained(config, tmp_path_factory):
+    """A workdir and how its run ended."""
+    workdir = tmp_path_factory.mktemp('runs') / 'straight'
+    return workdir, Trainer(config, str(workdir), jax.devices()[:1]).run()
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(config, trained, tmp_path):
+    def stop(step):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    devices = jax.devices()[:1]
+    assert not Trainer(config, str(tmp_path / 'stopped'), devices).run(stop).finished
+    resumed = Trainer(config, str(tmp_path / 'stopped'), devices).run()
+    for a, b in zip(*map(jax.tree.leaves, (resumed.state, trained[1].state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def step_logits(outcome, params):
+    """What the forward pass of training gives, over the working copy of `params`."""
+    model = outcome.model
+    return logits_of(model, jax.jit(functools.partial(working_copy, model))(params), IDS)
+
+
+def test_a_workdir_is_loaded_as_it_was_trained(trained):
+    workdir, outcome = trained
+    want = step_logits(outcome, outcome.state.params)
+    loaded = open_model(str(workdir), 'float32')
+    np.testing.assert_array_equal(logits_of(loaded.model, loaded.params, IDS), want)
+    model, params = outcome.on_one_chip()
+    np.testing.assert_array_equal(logits_of(model, params, IDS), want)
+    for other in ({'activations': 'none'}, {'scale_rule': 'ocp_floor'}):
+        loaded = open_model(str(workdir), 'float32', **other)
+        assert np.any(logits_of(loaded.model, loaded.params, IDS) != want)
+
+
+def masters_of(outcome):
+    return flatten(unstack_params(jax.device_get(outcome.state.params), outcome.model.plan))
+
+
+def as_released(masters, model):
+    """Masters as a release can hold them: all but the experts in its own dtypes."""
+    leaves = flatten(model_leaves(model))
+    return unflatten(
+        {
+            path: array
+            if leaves[path].quantisable
+            else array.astype(np.dtype(leaves[path].dtype)).astype(np.float32)
+            for path, array in masters.items()
+        }
+    )
+
+
+@pytest.fixture(scope='module')
+def released(trained, tmp_path_factory):
+    """The run's newest checkpoint exported, and that converted."""
+    folder = tmp_path_factory.mktemp('released')
+    config = export_workdir(trained[0], folder / 'release')
+    assert config == dataclasses.replace(trained[1].model.config, experts_format='mxfp4')
+    convert(folder / 'release', folder / 'converted')
+    return folder
+
+
+def test_export_packs_the_float32_masters_by_the_rule_of_the_run(trained, released):
+    fields = json.loads((released / 'release/config.json').read_text())
+    assert fields['text_config']['quantization_config']['format'] == 'mxfp4-pack-quantized'
+    got = flatten(load_params(released / 'converted'))
+    masters, num_experts = masters_of(trained[1]), 0
+    for path, array in masters.items():
+        if path.endswith(('w1', 'w2', 'w3')):
+            num_experts += 1
+            want = quantise_mxfp4(array, 'ceil')
+            np.testing.assert_array_equal(got[f'{path}_packed'], want.packed)
+            np.testing.assert_array_equal(got[f'{path}_scale'], want.scale)
+    assert num_experts >= 3
+
+
+def test_an_exported_run_served_with_mxfp8_has_the_logits_of_training(trained, released):
+    """A release holds all but the experts in its own dtypes: training is asked about those values.
+
+    That is all that export changes.
+    """
+    outcome = trained[1]
+    params = stack_params(
+        as_released(masters_of(outcome), outcome.model.config), outcome.model.plan, np.stack
+    )
+    want = step_logits(outcome, params)
+    path = str(released / 'converted')
+    loaded = open_model(path, 'float32', activations='mxfp8', scale_rule='ceil')
+    np.testing.assert_array_equal(logits_of(loaded.model, loaded.params, IDS), want)
+    plain = open_model(path, 'float32')
+    assert plain.model.run.quantisation == QuantisationConfig()
+    assert np.any(logits_of(plain.model, plain.params, IDS) != want)
+
+
+def test_a_family_without_packed_experts_is_exported_with_the_same_values():
+    model = tiny.kimi_linear((1,), (2,), moe_intermediate_size=32, hidden_size=32)
+    masters = jax.tree.map(np.float32, tiny.random_params(model))
+    params, config = released_form(masters, model, ON)
+    assert config == model
+    w1 = params['layers_1']['block_sparse_moe']['experts']['w1']
+    np.testing.assert_array_equal(w1.astype(ml_dtypes.bfloat16).astype(np.float32), w1)
+    assert len(np.unique(w1[0, 0])) <= 16 and np.any(
+        w1 != masters['layers_1']['block_sparse_moe']['experts']['w1']
+    )
+    assert released_form(masters, model, QuantisationConfig()) == (masters, model)
+
+
+def test_a_target_that_holds_something_else_is_refused(trained, tmp_path):
+    (tmp_path / 'mine.txt').write_text('x')
+    with pytest.raises(ConversionError, match='not empty'):
+        export_workdir(trained[0], tmp_path)
