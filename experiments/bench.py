@@ -85,7 +85,7 @@ class Ours:
         tokens = rng.integers(0, self.config.vocab_size, (batch, length + 1)).astype(np.int32)
         ones = np.ones((batch, length), np.int32)
         rows = {'tokens': tokens[:, :-1], 'targets': tokens[:, 1:], 'segment_ids': ones}
-        return jax.jit(make_train_step(self.model, optimizer, 1)), rows
+        return jax.jit(make_train_step(self.model, optimizer)), rows
 
     def _cache(self, size: int):
         return init_cache(self.config, self.model.plan, 1, size, jnp.dtype('float32'))

@@ -279,6 +279,20 @@ class MuonConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantileBalanceConfig:
+    """How the experts' selection biases are set. Source: report section 2.3.3, appendix D."""
+
+    enabled: bool = True  # False: the biases stay as they are
+    bins: int = 1000  # of the histogram of required biases
+    momentum: float = 0.0  # of the old bias in the new one; UNCONFIRMED whether K3 had any
+
+    def __post_init__(self) -> None:
+        where = 'optimizer.quantile_balance'
+        _require(self.bins >= 2, f'{where}.bins', self.bins, '2 or more')
+        _require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Muon or AdamW with linear warm-up and cosine decay; with Muon, AdamW moves the rest."""
 
@@ -293,6 +307,9 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # on matrices only
     state_memory: StateMemory = 'device'  # 'pinned_host': moments and masters wait there
     grad_clip_norm: float = 1.0
+    quantile_balance: QuantileBalanceConfig = QuantileBalanceConfig()
+    # Heads with a larger attention logit are clipped; None: none. 100 is K2's; UNCONFIRMED for K3.
+    qk_clip_threshold: float | None = 100.0
 
     def __post_init__(self) -> None:
         _positive(
@@ -301,6 +318,8 @@ class OptimizerConfig:
             eps=self.eps,
             grad_clip_norm=self.grad_clip_norm,
         )
+        if self.qk_clip_threshold is not None:
+            _positive('optimizer', qk_clip_threshold=self.qk_clip_threshold)
         _require(
             self.name in get_args(OptimizerName), 'optimizer.name', self.name, "'adamw' or 'muon'"
         )
@@ -330,6 +349,9 @@ class DataConfig:
     tokenizer: str = 'bytes'  # or a folder with tiktoken.model
     sequence_length: int = 512
     batch_size: int = 8  # sequences a step, over all processes and accumulation steps
+    # Before step ramp_steps[i], a step has ramp_batch_sizes[i] sequences; each size is compiled.
+    ramp_steps: tuple[int, ...] = ()
+    ramp_batch_sizes: tuple[int, ...] = ()
     num_streams: int = 1  # the documents are dealt out to; processes read different ones
     held_out_every: int = 20  # every n-th document is held out
     max_document_bytes: int = 1 << 20  # longer documents are cut into pieces of this size
@@ -351,8 +373,36 @@ class DataConfig:
             self.batch_size,
             f'a multiple of data.num_streams ({self.num_streams})',
         )
+        steps, sizes = self.ramp_steps, self.ramp_batch_sizes
+        _require(
+            all(a < b for a, b in zip((0, *steps), steps, strict=False)),
+            'data.ramp_steps',
+            steps,
+            'steps above 0, each later than the one before',
+        )
+        _require(
+            len(steps) == len(sizes),
+            'data.ramp_batch_sizes',
+            sizes,
+            f'as many as data.ramp_steps ({len(steps)})',
+        )
+        _require(
+            all(size > 0 and size % self.num_streams == 0 for size in sizes),
+            'data.ramp_batch_sizes',
+            sizes,
+            f'multiples of data.num_streams ({self.num_streams})',
+        )
         _require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
         _seed('data.shuffle_seed', self.shuffle_seed)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Every size that a training batch may have, in the order of the steps."""
+        return (*self.ramp_batch_sizes, self.batch_size)
+
+    def batch_size_at(self, step: int) -> int:
+        """Sequences of the step after `step` updates."""
+        return self.batch_sizes[sum(step >= end for end in self.ramp_steps)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -397,6 +447,7 @@ class TrainConfig:
 
     num_steps: int = 1000
     grad_accum_steps: int = 1
+    z_loss: float = 0.0  # times the mean squared log of the softmax's denominator, beside the loss
     seed: int = 0
     dtype: Dtype = 'bfloat16'  # of matmul operands and the residual stream; masters are float32
     remat: Remat = 'layer'  # 'layer': the backward pass recomputes each layer from its input
@@ -422,7 +473,12 @@ class TrainConfig:
             checkpoint_every=self.checkpoint_every,
             keep_checkpoints=self.keep_checkpoints,
         )
-        _not_negative('train', eval_every=self.eval_every, sample_tokens=self.sample_tokens)
+        _not_negative(
+            'train',
+            eval_every=self.eval_every,
+            sample_tokens=self.sample_tokens,
+            z_loss=self.z_loss,
+        )
         _seed('train.seed', self.seed)
         _require(
             bool(self.sample_prompt) or not self.sample_tokens,
@@ -463,12 +519,13 @@ class Config:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self) -> None:
-        _require(
-            self.data.batch_size % self.train.grad_accum_steps == 0,
-            'data.batch_size',
-            self.data.batch_size,
-            f'a multiple of train.grad_accum_steps ({self.train.grad_accum_steps})',
-        )
+        for size in self.data.batch_sizes:
+            _require(
+                size % self.train.grad_accum_steps == 0,
+                'data.batch_size' if size == self.data.batch_size else 'data.ramp_batch_sizes',
+                size,
+                f'a multiple of train.grad_accum_steps ({self.train.grad_accum_steps})',
+            )
         _require(
             self.optimizer.warmup_steps < self.train.num_steps,
             'optimizer.warmup_steps',

@@ -54,6 +54,31 @@ def test_a_dict_that_is_not_a_model_config_is_refused_by_field(change, message):
 @pytest.mark.parametrize(
     ('config_class', 'fields', 'message'),
     [
+        (
+            config_lib.DataConfig,
+            {'ramp_steps': (5, 5), 'ramp_batch_sizes': (1, 2)},
+            r'data.ramp_steps: got \(5, 5\), wanted steps above 0, each later',
+        ),
+        (
+            config_lib.DataConfig,
+            {'ramp_steps': (5,)},
+            r'data.ramp_batch_sizes: got \(\), wanted as many as data.ramp_steps \(1\)',
+        ),
+        (
+            config_lib.DataConfig,
+            {'ramp_steps': (5,), 'ramp_batch_sizes': (3,), 'num_streams': 2},
+            r'data.ramp_batch_sizes: got \(3,\), wanted multiples of data.num_streams \(2\)',
+        ),
+        (
+            config_lib.OptimizerConfig,
+            {'qk_clip_threshold': 0.0},
+            'optimizer.qk_clip_threshold: got 0.0, wanted a number above 0',
+        ),
+        (
+            config_lib.QuantileBalanceConfig,
+            {'bins': 1},
+            'optimizer.quantile_balance.bins: got 1, wanted 2 or more',
+        ),
         (config_lib.TrainConfig, {'sample_tokens': -1}, 'train.sample_tokens: got -1, wanted 0 or'),
         (config_lib.TrainConfig, {'eval_every': -5}, 'train.eval_every: got -5, wanted 0 or more'),
         (config_lib.TrainConfig, {'sample_prompt': ''}, "train.sample_prompt: got '', wanted at"),

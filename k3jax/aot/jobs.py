@@ -109,7 +109,14 @@ def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
     batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), rows)
     tokens = data.batch_size * data.sequence_length
     flops = tokens * flops_per_token(config.model, data.sequence_length, backward=True)
-    step = make_train_step(model, optimizer, config.train.grad_accum_steps, mesh, state)
+    step = make_train_step(
+        model,
+        optimizer,
+        grad_accum_steps=config.train.grad_accum_steps,
+        z_loss=config.train.z_loss,
+        mesh=mesh,
+        placed=state,
+    )
     return Job(step, (state, batch), (0,), flops, tokens, 'documents are as long as a row')
 
 

@@ -23,18 +23,28 @@ _HELD_OUT_SHUFFLE_SEED = 0
 class TrainIterator(Iterator[Batch]):
     """Endless batches whose position can be saved and restored exactly.
 
-    streams: stream number -> its dataset; a batch holds the rows of each, in order of the numbers.
+    streams: stream number -> its dataset of rows; a batch holds as many rows of each, in order of
+    the numbers.
     """
 
-    def __init__(self, streams: Mapping[int, grain.IterDataset], identity: dict[str, int | str]):
+    def __init__(
+        self,
+        streams: Mapping[int, grain.IterDataset],
+        config: config_lib.DataConfig,
+        identity: dict[str, int | str],
+    ):
         self._iterators = {number: iter(dataset) for number, dataset in streams.items()}
+        self._config = config
         self._identity = identity
 
     def __next__(self) -> Batch:
-        parts = [next(iterator) for iterator in self._iterators.values()]
-        if len(parts) == 1:
-            return parts[0]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return self.take(self._config.batch_size)
+
+    def take(self, batch_size: int) -> Batch:
+        """The next batch of `batch_size` rows, over all streams; a multiple of their number."""
+        count = batch_size // self._config.num_streams
+        rows = [next(stream) for stream in self._iterators.values() for _ in range(count)]
+        return pack.as_batch({name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch given out; may be stored as JSON.
@@ -104,11 +114,9 @@ def train_iterator(
         dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
         dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
         # A long document fills many rows in a row; without this a batch would be of one document.
-        dataset = grain.experimental.WindowShuffleIterDataset(
+        return grain.experimental.WindowShuffleIterDataset(
             dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed
         )
-        rows = config.batch_size // config.num_streams
-        return dataset.batch(rows, drop_remainder=True).map(pack.as_batch)
 
     identity = {
         'source': config.source,
@@ -123,7 +131,7 @@ def train_iterator(
         'num_streams': config.num_streams,
     }
     numbers = range(config.num_streams) if streams is None else streams
-    return TrainIterator({number: stream(number) for number in numbers}, identity)
+    return TrainIterator({number: stream(number) for number in numbers}, config, identity)
 
 
 def held_out_batches(

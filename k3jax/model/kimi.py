@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 
 from k3jax.config import ModelConfig
 from k3jax.model.cache import Cache
-from k3jax.model.layer import Sequence, run_block
+from k3jax.model.layer import Sequence, joined, run_block
 from k3jax.model.layout import global_leaves
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
@@ -22,6 +22,17 @@ from k3jax.parallel.shard import Parallel
 from pallas_kernels.attn_res import attn_res
 
 Params = dict[str, Any]
+
+
+class Output(NamedTuple):
+    """hidden: [B, T, D], normalised and ready for `head`. cache: after the tokens, or None.
+
+    seen: what the run watches, by the layers' names in the parameters, or None.
+    """
+
+    hidden: jax.Array
+    cache: Cache | None
+    seen: Any
 
 
 class Kimi(nn.Module):
@@ -41,8 +52,8 @@ class Kimi(nn.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Final hidden states [B, T, D], normalised and ready for `head`, and the cache.
+    ) -> Output:
+        """Embedding, layers, readout.
 
         Args:
           tokens: [B, T] int32.
@@ -61,10 +72,10 @@ class Kimi(nn.Module):
         if parallel is not None and parallel.num_shards > 1:
             row = row_of(tokens.shape[0], segment_ids, parallel.num_shards)
         sequence = Sequence(segment_ids, None if cache is None else cache.length, row)
-        carry, layers = (bank, 0, prefix), {}
+        carry, left = (bank, 0, prefix), {}
         for block in self.plan:
             own = None if cache is None else cache.layers[block.name]
-            carry, layers[block.name] = run_block(config, self.run, block, carry, own, sequence)
+            carry, left[block.name] = run_block(config, self.run, block, carry, own, sequence)
         bank, num_live, h = carry
         if bank is None:
             h = rms_norm(h, params['norm'], config.rms_norm_eps)
@@ -80,12 +91,13 @@ class Kimi(nn.Module):
                 eps=config.rms_norm_eps,
                 implementation=self.run.implementation,
             )
+        left = joined(left, self.run, cache)
         if cache is None:
-            return h, None
+            return Output(h, None, left.seen)
         new = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids > 0, axis=1)
         if row is not None:
             new = lax.psum(new, parallel.rules.tokens)
-        return h, Cache(cache.length + new, layers)
+        return Output(h, Cache(cache.length + new, left.cache), left.seen)
 
 
 @jax.named_scope('embed')
@@ -128,7 +140,7 @@ def forward(
     model: Kimi, params: Params, tokens: jax.Array, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """Logits [B, T, Z] of whole documents, packed ones by `segment_ids` [B, T]."""
-    hidden, _ = model.apply({'params': params}, tokens, segment_ids)
+    hidden = model.apply({'params': params}, tokens, segment_ids).hidden
     return _logits(model, params, hidden)
 
 
@@ -167,14 +179,14 @@ def prefill(
     length = tokens.shape[1]
     valid = _first_token(model, length) + jnp.arange(length) < num_real[:, None]
     valid = valid.astype(jnp.int32)
-    hidden, cache = model.apply({'params': params}, tokens, valid, cache)
+    hidden, cache, _ = model.apply({'params': params}, tokens, valid, cache)
     last = _last_real(model, hidden, num_real)
     return _logits(model, params, last), cache
 
 
 def decode(model: Kimi, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """One token a sequence: tokens [B] -> logits [B, Z] and the cache after them."""
-    hidden, cache = model.apply({'params': params}, tokens[:, None], None, cache)
+    hidden, cache, _ = model.apply({'params': params}, tokens[:, None], None, cache)
     return _logits(model, params, hidden[:, 0]), cache
 
 

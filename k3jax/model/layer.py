@@ -21,6 +21,7 @@ from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Block, Segment
 from k3jax.model.run import Run
+from k3jax.model.statistics import LayerStatistics
 from k3jax.parallel.sequence import Row
 from pallas_kernels.attn_res import Flag, attn_res
 
@@ -33,6 +34,23 @@ class Depth(NamedTuple):
 
     bank: jax.Array | None
     num_live: jax.Array | int
+
+
+class Left(NamedTuple):
+    """What a layer leaves: its cache and what the run watches; None for what there is not.
+
+    Of many layers, dicts by name, stacked where layers are scanned.
+    """
+
+    cache: Any
+    seen: Any
+
+
+def joined(parts: dict[str, Left], run: Run, cache: Any) -> Left:
+    """What named layers leave, as one; `cache`: what came before, or None."""
+    caches = None if cache is None else {name: left.cache for name, left in parts.items()}
+    watched = run.watch is not None
+    return Left(caches, {name: left.seen for name, left in parts.items()} if watched else None)
 
 
 class Sequence(NamedTuple):
@@ -59,6 +77,11 @@ _together.defvjp(
 )
 
 
+def _of_layer(heads: LayerStatistics | None, experts: LayerStatistics | None) -> LayerStatistics:
+    heads, experts = heads or LayerStatistics(), experts or LayerStatistics()
+    return experts._replace(max_logit=heads.max_logit)
+
+
 class DecoderLayer(nn.Module):
     """Mixer and feed-forward, each reading the attention residual (or the running sum)."""
 
@@ -69,8 +92,8 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(
         self, prefix: jax.Array, depth: Depth, sequence: Sequence, use_prefix: Flag, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        """prefix [B, T, D] -> prefix after the layer, and the layer's cache.
+    ) -> tuple[jax.Array, Left]:
+        """prefix [B, T, D] -> prefix after the layer, and what it leaves.
 
         use_prefix: whether the running sum is a candidate yet; at a block's first layer it is not.
         """
@@ -97,19 +120,21 @@ class DecoderLayer(nn.Module):
         x = read('self_attention_res', 'input_layernorm', use_prefix)
         x = checkpoint_name(x, 'mixer_input')
         shared = {'segment_ids': sequence.segment_ids, 'cache': cache, 'row': sequence.row}
+        heads = experts = None
         if config.is_kda(self.layer):
             a, cache = kda_mixer(params['self_attn'], x, config, run=run, **shared)
         else:
-            a, cache = mla_mixer(
+            a, cache, heads = mla_mixer(
                 params['self_attn'], x, config, run=run, length=sequence.length, **shared
             )
         prefix = prefix + checkpoint_name(a, 'mixer_output')
         y = checkpoint_name(read('mlp_res', 'post_attention_layernorm', True), 'ffn_input')
         if config.is_moe(self.layer):
-            m = moe(params['block_sparse_moe'], y, config, run)
+            m, experts = moe(params['block_sparse_moe'], y, config, run, sequence.segment_ids)
         else:
             m = gated_mlp(params['mlp'], y, activation_of(config), run.parallel)
-        return prefix + checkpoint_name(m, 'ffn_output'), cache
+        prefix = prefix + checkpoint_name(m, 'ffn_output')
+        return prefix, Left(cache, None if run.watch is None else _of_layer(heads, experts))
 
 
 def _remat_policy(run: Run) -> Callable[..., Any] | None:
@@ -135,7 +160,7 @@ class _Segment(nn.Module):
 
     @nn.compact
     def __call__(self, prefix, start, cache, depth, sequence):
-        caches = {}
+        left = {}
         for run in self.segment.runs:
             name, own = run.name, None if cache is None else cache[run.name]
             # Of the first layer of an attention-residual block, the running sum is empty.
@@ -146,7 +171,7 @@ class _Segment(nn.Module):
             args = (self.config, self.run, self.first + run.offset)
             if run.count == 1:
                 layer = body(*args, name=name)
-                prefix, caches[name] = layer(prefix, depth, sequence, use_prefix, own)
+                prefix, left[name] = layer(prefix, depth, sequence, use_prefix, own)
                 continue
             along = nn.broadcast
             if use_prefix is not True:
@@ -158,8 +183,8 @@ class _Segment(nn.Module):
                 length=run.count,
                 in_axes=(nn.broadcast, nn.broadcast, along, 0),
             )(*args, name=name)
-            prefix, caches[name] = scanned(prefix, depth, sequence, use_prefix, own)
-        return prefix, None if cache is None else caches
+            prefix, left[name] = scanned(prefix, depth, sequence, use_prefix, own)
+        return prefix, joined(left, self.run, cache)
 
     def _body(self, in_scan: bool) -> type[nn.Module]:
         """The layer's class, recomputed in the backward pass where the run asks for it."""
@@ -183,7 +208,7 @@ class _Block(nn.Module):
             bank = push_snapshot(bank, prefix, num_live)
             num_live = num_live + 1
             prefix = jnp.zeros_like(prefix)
-        depth, caches = Depth(bank, num_live), {}
+        depth, left = Depth(bank, num_live), {}
         for segment in self.block.segments:
             own = None if cache is None else cache[segment.name]
             starts = segment.offset == 0 and bank is not None
@@ -191,7 +216,7 @@ class _Block(nn.Module):
             args = (self.config, self.run, segment, self.block.first + segment.offset, in_scan)
             if segment.repeats == 1:
                 body = _Segment(*args, name=segment.name)
-                prefix, caches[segment.name] = body(prefix, starts, own, depth, sequence)
+                prefix, left[segment.name] = body(prefix, starts, own, depth, sequence)
                 continue
             scanned = nn.scan(
                 _Segment,
@@ -201,8 +226,8 @@ class _Block(nn.Module):
                 in_axes=(0 if starts else nn.broadcast, 0, nn.broadcast, nn.broadcast),
             )(*args, name=segment.name)
             start = jnp.arange(segment.repeats) == 0 if starts else False
-            prefix, caches[segment.name] = scanned(prefix, start, own, depth, sequence)
-        return (bank, num_live, prefix), None if cache is None else caches
+            prefix, left[segment.name] = scanned(prefix, start, own, depth, sequence)
+        return (bank, num_live, prefix), joined(left, self.run, cache)
 
 
 def run_block(
@@ -212,7 +237,7 @@ def run_block(
     carry: tuple[jax.Array | None, int, jax.Array],
     cache: Any,
     sequence: Sequence,
-) -> tuple[tuple[jax.Array | None, int, jax.Array], Any]:
+) -> tuple[tuple[jax.Array | None, int, jax.Array], Left]:
     """Runs all repeats of `block` inside the calling module.
 
     carry: (bank [N, B, T, D] or None, N, prefix [B, T, D]); the bank grows by a row a block.
@@ -232,5 +257,5 @@ def run_block(
         in_axes=(0, nn.broadcast),
     )(config, run, block, name=block.name)
     carry = (bank, jnp.asarray(num_live, jnp.int32), prefix)
-    (bank, _, prefix), cache = scanned(carry, cache, sequence)
-    return (bank, num_live + block.repeats, prefix), cache
+    (bank, _, prefix), left = scanned(carry, cache, sequence)
+    return (bank, num_live + block.repeats, prefix), left

@@ -13,6 +13,7 @@ from k3jax.config import ModelConfig
 from k3jax.model.cache import MLACache
 from k3jax.model.norms import project, rms_norm
 from k3jax.model.run import Run
+from k3jax.model.statistics import LayerStatistics
 from k3jax.parallel.attention_cp import Expand, from_balanced, sequence_attention, to_balanced
 from k3jax.parallel.sequence import Row
 from pallas_kernels.mla import causal_attention
@@ -136,7 +137,7 @@ def mla_mixer(
     length: jax.Array | None,
     run: Run,
     row: Row | None = None,
-) -> tuple[jax.Array, MLACache | None]:
+) -> tuple[jax.Array, MLACache | None, LayerStatistics | None]:
     """One MLA layer's attention output.
 
     Args:
@@ -148,7 +149,8 @@ def mla_mixer(
         and as long as the row, and each chip keeps its part of it.
 
     Returns:
-      [B, T, D], and the cache after x (None without one).
+      [B, T, D], the cache after x (None without one), and what the run watches: each head's largest
+      logit, without a cache.
 
     Source: Kimi K3 section "Gated MLA": no rotation, scale (nope + rope)^-0.5, sigmoid output gate.
     """
@@ -167,7 +169,7 @@ def mla_mixer(
     q = q.reshape(batch, num_new, -1, config.qk_head_dim)
     compressed = jnp.concatenate([latent, key], axis=-1)
     if row is not None:
-        o = sequence_attention(
+        o, top = sequence_attention(
             q,
             compressed,
             params['kv_b_proj'],
@@ -180,7 +182,8 @@ def mla_mixer(
             cache = MLACache(latent.astype(cache.latent.dtype), key.astype(cache.key.dtype))
     elif cache is None:
         k, v = _expand(config, compressed, params['kv_b_proj'])
-        o = causal_attention(q, k, v, segment_ids, implementation=run.implementation)
+        options = {'implementation': run.implementation, 'with_max_logit': True}
+        o, top = causal_attention(q, k, v, segment_ids, **options)
     else:
         position = length[:, None] + jnp.arange(num_new)
         target = position
@@ -199,4 +202,5 @@ def mla_mixer(
         out = from_balanced(out, run.parallel.num_shards)
     if run.parallel is not None:
         out = run.parallel.total(out, 'heads')
-    return out, cache
+    watched = run.watch is not None and cache is None
+    return out, cache, LayerStatistics(max_logit=top) if watched else None

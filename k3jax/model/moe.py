@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig
 from k3jax.model.norms import project, rms_norm
-from k3jax.model.routing import Routing, route, router_logits
+from k3jax.model.routing import Routing, required_bias_histogram, route, router_logits
 from k3jax.model.run import Run
+from k3jax.model.statistics import LayerStatistics, Watch
 from k3jax.parallel.moe_ep import routed_mlp
 from k3jax.parallel.moe_gathered import gathered_mlp
+from k3jax.parallel.moon_ep import count_entries
 from k3jax.parallel.shard import Parallel
 from pallas_kernels.grouped_mlp import (
     Experts,
@@ -116,38 +118,71 @@ def _mixed(
     )
 
 
-def routed_experts(params: Params, x: jax.Array, config: ModelConfig, run: Run) -> jax.Array:
-    """The routed half of the MoE: latent down, experts, weighted sum, norm, latent up.
-
-    The router reads x at full width. Args: x [M, D]. Returns [M, D].
-    """
+def _routed(
+    params: Params, x: jax.Array, config: ModelConfig, watch: Watch | None, counted: jax.Array
+) -> tuple[Routing, LayerStatistics | None]:
+    """x [M, D] routed at full width, and what `watch` asks for of the rows `counted` [M]."""
+    bias, num_chosen = params['e_score_correction_bias'], config.num_experts_per_token
+    # Where every expert is chosen, there is nothing to balance.
+    balanced = watch is not None and watch.bins > 0 and num_chosen < config.num_experts
+    logits = router_logits(x, params['gate'])
     routing = route(
-        router_logits(x, params['gate']),
-        params['e_score_correction_bias'],
-        num_chosen=config.num_experts_per_token,
+        logits,
+        bias,
+        num_chosen=num_chosen,
         renormalize=config.moe_renormalize,
         scaling_factor=config.routed_scaling_factor,
+        with_cutoff=balanced,
     )
+    if watch is None:
+        return routing, None
+    with jax.named_scope('watch'):
+        chosen = jnp.where(counted[:, None], routing.experts, config.num_experts)
+        load, histogram = count_entries(chosen, config.num_experts), None
+        if balanced:
+            scores = jax.nn.sigmoid(logits)
+            histogram = required_bias_histogram(scores, routing.cutoff, bias, counted, watch.bins)
+    return routing, LayerStatistics(load, histogram)
+
+
+def routed_experts(
+    params: Params, x: jax.Array, config: ModelConfig, run: Run, counted: jax.Array
+) -> tuple[jax.Array, LayerStatistics | None]:
+    """The routed half of the MoE: latent down, experts, weighted sum, norm, latent up.
+
+    The router reads x at full width. Args: x [M, D]. Returns [M, D], and what the run watches.
+    """
+    routing, seen = _routed(params, x, config, run.watch, counted)
     latent = config.routed_expert_hidden_size is not None
     z = project(x, params['routed_expert_down_proj']) if latent else x
     experts = _experts_of(params['experts'])
     mixed = _mixed(z, routing, experts, activation_of(config), run).astype(x.dtype)
     if not latent:
-        return mixed
+        return mixed, seen
     if config.latent_moe_use_norm:
         mixed = rms_norm(mixed, params['routed_expert_norm'], config.rms_norm_eps)
-    return project(mixed, params['routed_expert_up_proj'])
+    return project(mixed, params['routed_expert_up_proj']), seen
 
 
 @jax.named_scope('block_sparse_moe')
-def moe(params: Params, x: jax.Array, config: ModelConfig, run: Run) -> jax.Array:
+def moe(
+    params: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    run: Run,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, LayerStatistics | None]:
     """Routed experts plus the shared MLP, both reading x [B, T, D].
+
+    segment_ids: [B, T], 0 = padding; None where there is none. Only what is watched depends on it.
 
     Source: Kimi K3 `block_sparse_moe` (Stable LatentMoE); without a latent width, Kimi Linear's.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = routed_experts(params, rows, config, run).reshape(x.shape)
+    counted = jnp.ones(len(rows), bool) if segment_ids is None else segment_ids.reshape(-1) > 0
+    out, seen = routed_experts(params, rows, config, run, counted)
+    out = out.reshape(x.shape)
     if config.num_shared_experts:
         shared = gated_mlp(params['shared_experts'], x, activation_of(config), run.parallel)
         out = out + shared
-    return out
+    return out, seen

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from k3jax.config import QuantisationConfig, Remat
+from k3jax.model.statistics import Watch
 from k3jax.parallel.shard import Parallel
 from pallas_kernels.common.platform import Implementation
 
@@ -20,6 +21,7 @@ class Run(NamedTuple):
       remat: 'layer' recomputes each layer in the backward pass, but for the values named in `keep`
         and `offload` (of `config.ACTIVATIONS`), which stay on the chip or wait in host memory.
       implementation: of the kernels; None for the best for the platform lowered for.
+      watch: what layers report of a forward pass; None for nothing.
       quantisation: of the routed experts; activations here, weights in `train.state.working_copy`.
       parallel: the mesh, inside a `shard_map` over all of its axes; None on a single chip.
     """
@@ -32,3 +34,4 @@ class Run(NamedTuple):
     offload: tuple[str, ...] = ()
     quantisation: QuantisationConfig = QuantisationConfig()
     parallel: Parallel | None = None
+    watch: Watch | None = None

@@ -71,7 +71,7 @@ def sequence_attention(
     *,
     num_shards: int,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention of a row's documents.
 
     Args:
@@ -82,7 +82,8 @@ def sequence_attention(
       expand: a function of the module level, or a partial of one: it is compared by identity.
 
     Returns:
-      [B, T / P, H, V], for the tokens of q.
+      [B, T / P, H, V], for the tokens of q; and [H] float32, the largest logit of these tokens,
+      scaled, -inf where they all are padding. No gradient flows through it.
     """
     static = _Static(expand, num_shards, implementation)
     return _attend(static, q, compressed, weight, row)
@@ -182,14 +183,15 @@ def _forward(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     static: _Static, q: jax.Array, compressed: jax.Array, weight: jax.Array, row: Row
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     return _attend_fwd(static, q, compressed, weight, row)[0]
 
 
 def _attend_fwd(static: _Static, q, compressed, weight, row):
     total, _ = _forward(static, q, compressed, weight, row)
-    o = total.o.astype(q.dtype)
-    return jnp.concatenate(list(o), axis=1), (q, compressed, weight, row, o, total.lse)
+    o, top = total.o.astype(q.dtype), jnp.max(total.top, axis=(0, 1, 3))
+    joined = jnp.concatenate(list(o), axis=1)
+    return (joined, top), (q, compressed, weight, row, o, total.lse)
 
 
 class _Gradients(NamedTuple):
@@ -200,7 +202,8 @@ class _Gradients(NamedTuple):
     weight: jax.Array
 
 
-def _attend_bwd(static: _Static, saved: tuple[Any, ...], do: jax.Array):
+def _attend_bwd(static: _Static, saved: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]):
+    do, _ = cotangents
     q, compressed, weight, row, o, lse = saved
     pieces, queries, do = _pieces(static, compressed, row), _halves(q), _halves(do)
     wide = lse.dtype

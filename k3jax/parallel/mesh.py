@@ -99,10 +99,13 @@ def _problems(config: Config, strategy: Strategy, mesh: MeshConfig) -> Iterator[
     model, data = config.model, config.data
     accumulated = config.train.grad_accum_steps if strategy == 'train' else 1
     rows = mesh.data * mesh.expert
-    if data.batch_size % (rows * accumulated):
+    for size in data.batch_sizes if strategy == 'train' else (data.batch_size,):
+        if size % (rows * accumulated) == 0:
+            continue
+        name = 'data.batch_size' if size == data.batch_size else 'data.ramp_batch_sizes'
         slices = f' x {accumulated} accumulation steps' if accumulated > 1 else ''
         yield (
-            f'data.batch_size: got {data.batch_size}, wanted a multiple of the {rows} parts of a '
+            f'{name}: got {size}, wanted a multiple of the {rows} parts of a '
             f'batch (mesh.data {mesh.data} x mesh.expert {mesh.expert}{slices})'
         )
     # Attention gives each chip two pieces, one early and one late, so that all work alike.

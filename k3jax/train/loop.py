@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
@@ -161,7 +161,12 @@ class Trainer:
         self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
         self._step = jax.jit(
             make_train_step(
-                self.model, self.optimizer, train.grad_accum_steps, self.mesh, self._abstract
+                self.model,
+                self.optimizer,
+                grad_accum_steps=train.grad_accum_steps,
+                z_loss=train.z_loss,
+                mesh=self.mesh,
+                placed=self._abstract,
             ),
             donate_argnums=0,
             out_shardings=(jax.tree.map(lambda x: x.sharding, self._abstract), None),
@@ -269,11 +274,13 @@ class Trainer:
         first = step = int(state.step)
         watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
         saved, unchecked = step, None
-        train_step, stopped = None, False
+        steps, stopped = {}, False  # compiled, by the number of rows
         while step < train.num_steps and not stopped:
-            batch = self.placement.place(next(self.data))
-            train_step = train_step or self._compiled_step(batch)
-            state, metrics = train_step(state, batch)
+            rows = self.config.data.batch_size_at(step)
+            batch = self.placement.place(self.data.take(rows))
+            if rows not in steps:
+                steps[rows] = self._compiled_step(batch)
+            state, metrics = steps[rows](state, batch)
             step += 1
             # Of the step before: the device is already busy with this one.
             self._check_finite(step - 1, unchecked)
@@ -290,6 +297,7 @@ class Trainer:
                     'step_ms': 1000 * seconds / max(1, tokens) * batch['tokens'].size,
                 }
                 tokens = 0
+                values |= {name: np.asarray(x).tolist() for name, x in metrics.items() if x.ndim}
                 writer.write(step, values)
                 if step == first + 1:  # it compiled; the others tell the pace
                     started, eta = time.perf_counter(), None
@@ -318,10 +326,11 @@ class Trainer:
     def _check_finite(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Raises NonFiniteLoss if a value of `step` is no number."""
         for name, value in jax.device_get(metrics or {}).items():  # one transfer
-            if not math.isfinite(value):
+            bad = np.atleast_1d(value)[~np.isfinite(np.atleast_1d(value))]
+            if bad.size:
                 self.checkpoints.wait()
                 raise NonFiniteLoss(
-                    f'{name} is {value} at step {step}; the newest checkpoint is of step '
+                    f'{name} is {bad[0]} at step {step}; the newest checkpoint is of step '
                     f'{next(iter(self.checkpoints.steps()), "none")}. Lower '
                     'optimizer.learning_rate, or look at the data of that step'
                 )

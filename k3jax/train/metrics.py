@@ -15,6 +15,7 @@ from tensorboardX import SummaryWriter
 # name -> how it reads in the step line
 STEP_LINE = {
     'loss': 'loss {:.4f}',
+    'maxvio': 'maxvio {:.2f}',
     'learning_rate': 'lr {:.1e}',
     'step_ms': '{:.0f} ms',
     'tokens_per_second': '{:,.0f} tok/s',
@@ -43,16 +44,24 @@ class MetricsWriter:
             _drop_after(self._path, start)
             self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start + 1)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """One JSON object with `step` and `values`, and the same scalars for TensorBoard."""
+    def write(self, step: int, values: dict[str, float | list[float]]) -> None:
+        """One JSON object with `step` and `values`, and scalars for TensorBoard.
+
+        Of a list, one value a layer, TensorBoard gets the largest and the smallest.
+        """
         if self._events is None:
             return
         with self._path.open('a') as f:
             f.write(json.dumps({'step': step, **values}) + '\n')
         for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+            if isinstance(value, list):
+                self._events.add_scalar(f'{name}/max', max(value), step)
+                self._events.add_scalar(f'{name}/min', min(value), step)
+            else:
+                self._events.add_scalar(name, value, step)
 
     def step_line(self, step: int, values: dict[str, float], eta_s: float | None) -> None:
+        values = {name: max(x) if isinstance(x, list) else x for name, x in values.items()}
         shown = [form.format(values[name]) for name, form in STEP_LINE.items() if name in values]
         done = f'step {step:05d}/{self._num_steps} ({100 * step / self._num_steps:.1f}%)'
         eta = 'unknown' if eta_s is None else duration(eta_s)

@@ -24,6 +24,7 @@ from k3jax.train.muon import Blocks, MuonState, accumulated, direction_on_mesh
 # Leaves ordered after each other: while one is computed, the next may come from the host's memory
 # or the last go there.
 LEAVES_AT_ONCE = 2
+WHOLE_BYTES = 2**30  # of a parameter on a chip; of a larger one that waits, a layer comes at a time
 
 # What a parameter is to the optimizer. heads: a matrix whose rows are those of one head after the
 # other; keys_and_values: so, and in each head first the keys' rows; matrix: a single one, or one
@@ -118,11 +119,24 @@ LeafState = AdamState | MuonState | optax.EmptyState
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What moves a leaf; where that is Muon, the matrices in it and how the mesh cuts it."""
+    """What moves a leaf; where that is Muon, the matrices in it and how the mesh cuts it.
+
+    stacked: its first axis numbers layers.
+    """
 
     label: Label
     blocks: Blocks | None = None
     spec: PartitionSpec | None = None
+    stacked: bool = False
+
+
+class _Scalars(NamedTuple):
+    """What the update of every leaf takes."""
+
+    step: jax.Array
+    rate: jax.Array
+    norm: jax.Array
+    count: jax.Array | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +180,8 @@ class Optimizer:
 
         A leaf that waits in the host's memory, or is moved by Muon, is not begun before the last
         but LEAVES_AT_ONCE of these is done, and sent home: neither all states nor the temporaries
-        of all leaves are on a chip together. Other leaves XLA may fuse and order as it likes.
+        of all leaves are on a chip together. A large one comes and goes layer by layer. Other
+        leaves XLA may order as it likes.
 
         Args:
           grads: a tree like params, sums of `count` gradients, of any float dtype.
@@ -177,10 +192,11 @@ class Optimizer:
           placed: abstract parameters and state, where parts of them wait in the host's memory.
         """
         rules, tree = jax.tree_util.tree_flatten_with_path(self.rules)
-        rate, done = self.schedule(step), [norm] * LEAVES_AT_ONCE
-        parts = map(tree.flatten_up_to, (grads, params, opt_state, *(placed or ())))
+        scalars = _Scalars(step, self.schedule(step), norm, count)
+        done: list[Any] = [norm] * LEAVES_AT_ONCE
+        columns = map(tree.flatten_up_to, (grads, params, opt_state, *(placed or ())))
         moved = []
-        for (path, rule), grad, param, state, *home in zip(rules, *parts, strict=True):
+        for (path, rule), grad, param, state, *home in zip(rules, *columns, strict=True):
             correction = corrections.get(tuple(key.key for key in path))
             if rule.label == 'held' and correction is None:
                 moved.append((param, state))
@@ -190,21 +206,39 @@ class Optimizer:
             # wherever the state lies.
             inputs, after = (grad, param, state), done[-LEAVES_AT_ONCE] if ordered else ()
             (grad, param, state), _ = lax.optimization_barrier((inputs, after))
-            param, state = on_chip((param, state))
-            if rule.label != 'held':
-                grad = _clipped(grad.astype(jnp.float32) / count, norm, self.config.grad_clip_norm)
-                direction, state = self._direction(rule, grad, state, step)
-                if rule.label != 'plain':
-                    direction = direction + self.config.weight_decay * param
-                param = (param - rate * direction).astype(param.dtype)
-            if correction is not None:
-                param = correction(param)
-            if home:
-                param, state = sent_home((param, state), tuple(home))
+            leaf, layers = (param, state), self._layers(rule, param) if correction is None else None
+            for i in layers or (None,):
+                inputs = (grad, *leaf) if i is None else _layer((grad, *leaf), i)
+                part = self._moved(rule, *inputs, scalars)
+                if correction is not None:
+                    part = correction(part[0]), part[1]
+                if home:
+                    part = sent_home(part, tuple(home))
+                leaf = part if i is None else _with_layer(leaf, part, i)
             if ordered:
-                done.append((param, state))
-            moved.append((param, state))
+                done.append(leaf)
+            moved.append(leaf)
         return tuple(map(tree.unflatten, zip(*moved, strict=True)))
+
+    def _layers(self, rule: Rule, param: jax.Array) -> range | None:
+        """The layers of a leaf that come and go one after another, None where it does so whole."""
+        chips = 1 if self.mesh is None else self.mesh.size
+        large = param.size * param.dtype.itemsize > chips * WHOLE_BYTES
+        return range(param.shape[0]) if rule.stacked and large and waits(param) else None
+
+    def _moved(
+        self, rule: Rule, grad: jax.Array, param: jax.Array, state: LeafState, scalars: _Scalars
+    ) -> tuple[jax.Array, LeafState]:
+        """A leaf, or a layer of one, and its state after the step; on the chip."""
+        param, state = on_chip((param, state))
+        if rule.label == 'held':
+            return param, state
+        grad = grad.astype(jnp.float32) / scalars.count
+        grad = _clipped(grad, scalars.norm, self.config.grad_clip_norm)
+        direction, state = self._direction(rule, grad, state, scalars.step)
+        if rule.label != 'plain':
+            direction = direction + self.config.weight_decay * param
+        return (param - scalars.rate * direction).astype(param.dtype), state
 
     def _direction(
         self, rule: Rule, grad: jax.Array, state: Any, step: jax.Array
@@ -217,6 +251,14 @@ class Optimizer:
         adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
         direction, new = adam.update(grad, optax.ScaleByAdamState(step, state.mu, state.nu))
         return direction, AdamState(new.mu, new.nu)
+
+
+def _layer(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=True), tree)
+
+
+def _with_layer(tree: Any, layer: Any, i: int) -> Any:
+    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, layer)
 
 
 def _clipped(grad: jax.Array, norm: jax.Array, most: float) -> jax.Array:
@@ -237,11 +279,12 @@ def make_optimizer(
     def rule(name: str, leaf: Leaf, lead: tuple[int, ...]) -> Rule:
         label = _label(name, leaf, config)
         if label != 'muon':
-            return Rule(label)
+            return Rule(label, stacked=bool(lead))
         blocks = blocks_of(name, leaf, model.config, config.muon.split_kv_b)
         if parallel is None:
-            return Rule(label, blocks)
-        return Rule(label, blocks, PartitionSpec(*[None] * len(lead), *parallel.spec(leaf)))
+            return Rule(label, blocks, stacked=bool(lead))
+        spec = PartitionSpec(*[None] * len(lead), *parallel.spec(leaf))
+        return Rule(label, blocks, spec, bool(lead))
 
     rules = map_leaves(rule, model.config, model.plan)
     mesh = None if parallel is None else mesh

@@ -32,24 +32,26 @@ class Placement:
         """process_index: whose rows; None for this process's."""
         process = jax.process_index() if process_index is None else process_index
         self._sharding = NamedSharding(mesh, spec)
-        self._shape = config.batch_size, config.sequence_length
-        self._rows_a_stream = config.batch_size // config.num_streams
-        indices = self._sharding.devices_indices_map(self._shape).items()
-        mine = [index[0] for device, index in indices if device.process_index == process]
-        rows = np.unique(np.concatenate([np.arange(self._shape[0])[at] for at in mine]))
-        self.streams = tuple(int(n) for n in np.unique(rows // self._rows_a_stream))
+        self._num_streams = config.num_streams
+        streams: set[int] = set()
+        for size in config.batch_sizes:
+            indices = self._sharding.devices_indices_map((size, config.sequence_length)).items()
+            mine = [index[0] for device, index in indices if device.process_index == process]
+            rows = np.unique(np.concatenate([np.arange(size)[at] for at in mine]))
+            streams |= {int(n) for n in rows // (size // config.num_streams)}
+        self.streams = tuple(sorted(streams))
 
     def place(self, batch: Batch) -> Batch:
         """Rows of this process's streams, in their order, as arrays over the whole mesh."""
-        size = self._rows_a_stream
+        size = len(batch['tokens']) // len(self.streams)
         here = np.concatenate([np.arange(n * size, (n + 1) * size) for n in self.streams])
-        where = np.full(self._shape[0], -1)
+        where = np.full(size * self._num_streams, -1)
         where[here] = np.arange(len(here))
         return {name: self._placed(array, where) for name, array in batch.items()}
 
     def place_whole(self, batch: Batch) -> Batch:
         """A batch of which every process has all rows, as arrays over the mesh."""
-        where = np.arange(self._shape[0])
+        where = np.arange(len(batch['tokens']))
         return {name: self._placed(array, where) for name, array in batch.items()}
 
     def _placed(self, array: np.ndarray, where: np.ndarray) -> jax.Array:
@@ -57,7 +59,8 @@ class Placement:
             rows, tokens = index
             return array[where[rows]][:, tokens]
 
-        return jax.make_array_from_callback(self._shape, self._sharding, part)
+        shape = len(where), array.shape[1]
+        return jax.make_array_from_callback(shape, self._sharding, part)
 
 
 def joined_positions(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, lm_head
 from k3jax.model.param import param_specs
+from k3jax.model.statistics import Watch, added, added_over, nothing_seen
 from k3jax.parallel.rules import AXES
-from k3jax.train.losses import token_losses
+from k3jax.train.corrections import corrections, layer_metrics
+from k3jax.train.losses import TokenLosses, token_losses
 from k3jax.train.optim import Optimizer
 from k3jax.train.state import TrainState, working_copy
 
@@ -24,10 +26,13 @@ Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
 Metrics = dict[str, jax.Array]
 
 
-def batch_losses(model: Kimi, params: Any, batch: Batch) -> jax.Array:
-    """-log p of each target of a batch, [B, T] float32; on a mesh, this chip's."""
-    hidden, _ = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
-    return token_losses(lm_head(model, params), hidden, batch['targets'])
+def batch_losses(model: Kimi, params: Any, batch: Batch) -> tuple[TokenLosses, Any]:
+    """Losses of a batch, [B, T] float32, and what the model's run watches.
+
+    On a mesh, this chip's.
+    """
+    output = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
+    return token_losses(lm_head(model, params), output.hidden, batch['targets']), output.seen
 
 
 @functools.cache
@@ -42,8 +47,8 @@ def losses_of(
 
     def losses(params: Any, batch: Batch) -> jax.Array:
         if num_slices == 1:
-            return batch_losses(model, params, batch)
-        found = lax.map(functools.partial(batch_losses, model, params), _slices(batch, num_slices))
+            return batch_losses(model, params, batch)[0].nll
+        found = lax.map(lambda one: batch_losses(model, params, one)[0], _slices(batch, num_slices))
         return found.reshape(-1, found.shape[-1])
 
     parallel = model.run.parallel
@@ -61,35 +66,67 @@ def _slices(batch: Batch, num_slices: int) -> Batch:
     return jax.tree.map(lambda x: x.reshape(num_slices, -1, *x.shape[1:]), batch)
 
 
+class Sums(NamedTuple):
+    """Over the targets of a batch. nll: -log p(target). z: squares of `log_z`."""
+
+    nll: jax.Array
+    z: jax.Array
+
+
+class Gradient(NamedTuple):
+    """What a batch gives.
+
+    Attributes:
+      sums: its losses.
+      grads: of sums.nll + z_loss * sums.z, as the parameters are cut.
+      seen: what the model's run watches, of the whole batch.
+    """
+
+    sums: Sums
+    grads: Any
+    seen: Any
+
+
 def make_gradient(
-    model: Kimi, grad_accum_steps: int, mesh: Mesh | None
-) -> Callable[[Any, Batch], tuple[jax.Array, Any]]:
-    """(params, batch) -> the sum of the batch's losses, and its gradient, cut as params are."""
+    model: Kimi, grad_accum_steps: int, mesh: Mesh | None, z_loss: float = 0.0
+) -> Callable[[Any, Batch], Gradient]:
+    """(params, batch) -> Gradient."""
 
-    def loss_sum(params: Any, batch: Batch) -> jax.Array:
-        return jnp.sum(batch_losses(model, params, batch))
+    def objective(params: Any, batch: Batch) -> tuple[jax.Array, tuple[Sums, Any]]:
+        losses, seen = batch_losses(model, params, batch)
+        sums = Sums(jnp.sum(losses.nll), jnp.sum(losses.log_z**2))
+        return sums.nll + z_loss * sums.z if z_loss else sums.nll, (sums, seen)
 
-    gradient = jax.value_and_grad(loss_sum)
+    gradient = jax.grad(objective, has_aux=True)
 
-    def accumulate(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def one_slice(params: Any, batch: Batch) -> Gradient:
+        grads, (sums, seen) = gradient(params, batch)
+        return Gradient(sums, grads, seen)
+
+    def accumulate(params: Any, batch: Batch) -> Gradient:
         if grad_accum_steps == 1:
-            return gradient(params, batch)
+            return one_slice(params, batch)
+        slices = _slices(batch, grad_accum_steps)
 
-        def add(total: Any, one: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, gradient(params, one)), None
+        def add(total: Gradient, batch: Batch) -> tuple[Gradient, None]:
+            new = one_slice(params, batch)
+            sums, grads = jax.tree.map(jnp.add, total[:2], new[:2])
+            return Gradient(sums, grads, added(total.seen, new.seen)), None
 
-        zero = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
+        first = jax.tree.map(lambda x: x[0], slices)
+        sums, grads, seen = jax.eval_shape(one_slice, params, first)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (sums, grads)
         )
-        return lax.scan(add, (jnp.zeros(()), zero), _slices(batch, grad_accum_steps))[0]
+        return lax.scan(add, Gradient(*zeros, nothing_seen(seen)), slices)[0]
 
     parallel = model.run.parallel
     if parallel is None:
         return accumulate
     specs = param_specs(model.config, model.plan, parallel)
 
-    def on_each_chip(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        total, grads = accumulate(params, batch)
+    def on_each_chip(params: Any, batch: Batch) -> Gradient:
+        sums, grads, seen = accumulate(params, batch)
 
         def join(spec: PartitionSpec, grad: jax.Array) -> jax.Array:
             axes = parallel.uncut(spec)
@@ -98,13 +135,15 @@ def make_gradient(
             # What is whole on many chips is small; a sum of many terms is not rounded on the way.
             return lax.psum(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)), axes)
 
-        return lax.psum(total, AXES), jax.tree.map(join, specs, grads)
+        return Gradient(
+            lax.psum(sums, AXES), jax.tree.map(join, specs, grads), added_over(seen, AXES)
+        )
 
     return jax.shard_map(
         on_each_chip,
         mesh=mesh,
         in_specs=(specs, parallel.batch_spec),
-        out_specs=(PartitionSpec(), specs),
+        out_specs=Gradient(PartitionSpec(), specs, PartitionSpec()),
         check_vma=False,
     )
 
@@ -112,21 +151,29 @@ def make_gradient(
 def make_train_step(
     model: Kimi,
     optimizer: Optimizer,
-    grad_accum_steps: int,
+    *,
+    grad_accum_steps: int = 1,
+    z_loss: float = 0.0,
     mesh: Mesh | None = None,
     placed: TrainState | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The pure step function, to be jitted with the state donated.
 
-    The loss is the mean over all targets of the batch, whatever the number of accumulation slices.
+    The loss is the mean over all targets of the batch, whatever the number of accumulation slices;
+    `z_loss` times the mean square of `log_z` is added to what is minimised.
     placed: the abstract state, where parts of it wait in the host's memory between steps.
     """
-    gradient = make_gradient(model, grad_accum_steps, mesh)
+    balance = optimizer.config.quantile_balance
+    watch = Watch(balance.bins if balance.enabled else 0)
+    watched = model.clone(run=model.run._replace(watch=watch))
+    gradient = make_gradient(watched, grad_accum_steps, mesh, z_loss)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        total, grads = gradient(working_copy(model, state.params), batch)
+        working = working_copy(model, state.params)
+        sums, grads, seen = gradient(working, batch)
+        rules = corrections(seen, working, model.config, model.plan, optimizer.config)
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
-        loss = total / count
+        loss = sums.nll / count
         # Fused into the sums: the update makes a float32 copy of its own, a leaf at a time.
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads))
         with jax.named_scope('optimizer'):
@@ -137,9 +184,12 @@ def make_train_step(
                 state.step,
                 norm=norm,
                 count=count,
+                corrections=rules,
                 placed=None if placed is None else (placed.params, placed.opt_state),
             )
         metrics = {'loss': loss, 'grad_norm': norm, 'targets': count}
+        metrics |= {'z_loss': z_loss * sums.z / count} if z_loss else {}
+        metrics |= layer_metrics(seen, model.plan)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step

@@ -127,6 +127,23 @@ def test_resuming_from_json_equals_going_on(corpus, taken, shuffle_rows):
     assert_equal(take(straight, 3), take(again, 3))
 
 
+def test_rows_do_not_depend_on_the_sizes_of_the_batches(corpus):
+    config = dataclasses.replace(corpus[0], num_streams=2)
+    plain, ramped = (loader.train_iterator(config, TOKENIZER) for _ in range(2))
+    of_streams = lambda batches, n: np.concatenate(  # noqa: E731
+        [np.split(batch['tokens'], 2)[n] for batch in batches]
+    )
+    batches = [ramped.take(size) for size in (2, 2, 6, 2)]
+    state = json.loads(json.dumps(ramped.get_state()))
+    batches.append(ramped.take(8))
+    wanted = take(plain, 5)
+    for n in range(2):
+        np.testing.assert_array_equal(of_streams(batches, n), of_streams(wanted, n))
+    resumed = loader.train_iterator(config, TOKENIZER)
+    resumed.set_state(state)
+    np.testing.assert_array_equal(resumed.take(8)['tokens'][:4], of_streams(wanted, 0)[6:])
+
+
 def test_resuming_is_exact_at_every_batch_of_long_and_short_documents(tmp_path):
     rng = np.random.default_rng(1)
     sizes = np.concatenate([rng.integers(1, 5, 30), rng.integers(100, 500, 10), [16, 17, 15, 32]])

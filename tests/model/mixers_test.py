@@ -95,7 +95,7 @@ MLA_VARIANTS = {
 def test_mla_layer_equals_the_oracle(config):
     params, x = arguments(config, 3, 'self_attn')
     rest = {'segment_ids': None, 'cache': None, 'length': None, 'run': RUN}
-    got, _ = run(mla.mla_mixer, params, x, config=config, **rest)
+    got, *_ = run(mla.mla_mixer, params, x, config=config, **rest)
     for b in range(B):
         assert relative_error(got[b], oracle.mla_mixer(params, x[b], config)) < EXACT
 
@@ -106,10 +106,10 @@ def test_latent_epsilon_is_its_own_and_matters_for_small_latents():
     params, x = arguments(config, 3, 'self_attn')
     params['kv_a_proj_with_mqa'] *= 1e-2
     rest = {'segment_ids': None, 'cache': None, 'length': None, 'run': RUN}
-    got, _ = run(mla.mla_mixer, params, x, config=config, **rest)
+    got, *_ = run(mla.mla_mixer, params, x, config=config, **rest)
     assert relative_error(got[0], oracle.mla_mixer(params, x[0], config)) < EXACT
     other = dataclasses.replace(config, mla_latent_norm_eps=config.rms_norm_eps)
-    changed, _ = run(mla.mla_mixer, params, x, config=other, **rest)
+    changed, *_ = run(mla.mla_mixer, params, x, config=other, **rest)
     assert relative_error(changed, got) > 1e-3
 
 
@@ -125,7 +125,7 @@ def test_cached_attention_equals_the_layer_whatever_the_block_of_keys(monkeypatc
     def call(params, x, cache, length, ids):
         return mla.mla_mixer(
             params, x, config, segment_ids=ids, cache=cache, length=length, run=RUN
-        )
+        )[:2]
 
     zero = np.zeros(B, np.int32)
     got, cache = run(call, params, x[:, :9], cache, zero, np.ones((B, 9), np.int32))
@@ -157,7 +157,7 @@ MOE_VARIANTS = {
 @pytest.mark.parametrize('config', MOE_VARIANTS.values(), ids=MOE_VARIANTS)
 def test_moe_equals_the_oracle(config):
     params, x = arguments(config, 2, 'block_sparse_moe')
-    got = run(moe, params, x, config=config, run=RUN)
+    got, _ = run(moe, params, x, config=config, run=RUN)
     for b in range(B):
         assert relative_error(got[b], oracle.moe(params, x[b], config)) < EXACT
 
@@ -166,7 +166,7 @@ def test_moe_gradients_equal_central_differences():
     config = tiny.k3()
     params, x = arguments(config, 2, 'block_sparse_moe')
     dy = np.random.default_rng(3).standard_normal(x[0].shape)
-    loss = lambda params, x: jnp.sum(dy * moe(params, x, config, RUN)[0])  # noqa: E731
+    loss = lambda params, x: jnp.sum(dy * moe(params, x, config, RUN)[0][0])  # noqa: E731
     d_params, dx = jax.tree.map(np.asarray, run(jax.grad(loss, argnums=(0, 1)), params, x[:1]))
     assert not np.any(d_params['e_score_correction_bias'])
     rng = np.random.default_rng(4)

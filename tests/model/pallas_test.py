@@ -27,7 +27,7 @@ def loss_and_grads(implementation):
     @jax.jit
     def run(params):
         def loss(params):
-            hidden, _ = model.apply({'params': params}, TOKENS, SEGMENTS)
+            hidden = model.apply({'params': params}, TOKENS, SEGMENTS).hidden
             return jnp.sum(jnp.sin(hidden) * (SEGMENTS > 0)[..., None])
 
         return jax.value_and_grad(loss)(params)

@@ -197,7 +197,7 @@ def attention_shared(arrays, ids):
         row = row_of(BATCH, ids[0] if ids else None, NUM)
         q = to_balanced(arrays['q'], NUM)
         rest = arrays['compressed'], arrays['weight'], row, _expand
-        o = sequence_attention(q, *rest, num_shards=NUM, implementation='xla')
+        o, _ = sequence_attention(q, *rest, num_shards=NUM, implementation='xla')
         return from_balanced(o, NUM)
 
     specs = {'q': CUT, 'compressed': CUT, 'weight': P()}

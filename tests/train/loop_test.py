@@ -68,7 +68,11 @@ def stop_after(step):
     return on_step
 
 
-def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not(config, tmp_path):
+@pytest.mark.parametrize('ramp', [(), pytest.param((1,), marks=pytest.mark.slow)])
+def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not(config, tmp_path, ramp):
+    """Also where batches grow on the way."""
+    data = dataclasses.replace(config.data, ramp_steps=(2,) * len(ramp), ramp_batch_sizes=ramp)
+    config = dataclasses.replace(config, data=data)
     straight = trainer(config, tmp_path / 'a').run()
     stopped = trainer(config, tmp_path / 'b').run(stop_after(3))
     assert not stopped.finished and int(stopped.state.step) == 3
@@ -81,7 +85,8 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not(config, tm
         for run in 'ab'
     ]
     for a, b in zip(*rows, strict=True):
-        assert (a['step'], a['loss']) == (b['step'], b['loss'])
+        for name in ('step', 'loss', 'maxvio', 'max_logit'):
+            assert a[name] == b[name]
 
 
 def test_a_finished_run_has_nothing_left_to_do(config, tmp_path):
