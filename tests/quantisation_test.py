@@ -7,27 +7,32 @@ import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from etils import epath
 
 from k3jax.config import Config, DataConfig, OptimizerConfig, QuantisationConfig, TrainConfig
 from k3jax.convert.binding import flatten, unflatten
 from k3jax.convert.converted import load_params
 from k3jax.convert.files import ConversionError
 from k3jax.convert.to_orbax import convert
+from k3jax.data.tokenizer import load_tokenizer
+from k3jax.model.kimi import Kimi
 from k3jax.model.layout import model_leaves
 from k3jax.model.plan import stack_params, unstack_params
+from k3jax.model.run import Run
 from k3jax.serve.export import export_workdir, released_form
 from k3jax.serve.load import open_model
+from k3jax.train.checkpoint import Checkpoints, write_config
 from k3jax.train.eval import logits_of
-from k3jax.train.loop import Trainer
-from k3jax.train.state import working_copy
+from k3jax.train.loop import Outcome, Trainer
+from k3jax.train.state import TrainState, working_copy
 from pallas_kernels.grouped_mlp import quantise_mxfp4
 from tests import tiny
 
 WIDTHS = {'vocab_size': 512, 'moe_intermediate_size': 64, 'routed_expert_hidden_size': 32}
-# Training scans what folds; serving unrolls it.
 MODELS = {
     'one layer': tiny.k3((), (1,), first_k_dense_replace=0, **WIDTHS),
     'all mixers': tiny.k3((1, 2), (3,), **WIDTHS),
@@ -37,15 +42,29 @@ ON = QuantisationConfig(weights='mxfp4', activations='mxfp8', scale_rule='ceil')
 IDS = [5, 17, 200, 3, 400, 97, 12]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.fixture(
-    scope='module', params=['one layer', pytest.param('all mixers', marks=pytest.mark.slow)]
+    scope='module',
+    params=[
+        ('saved', 'one layer'),
+        pytest.param(('trained', 'one layer'), marks=SLOW),
+        pytest.param(('trained', 'all mixers'), marks=SLOW),
+    ],
+    ids=' '.join,
 )
-def config(request, tmp_path_factory):
+def how(request):
+    return request.param
+
+
+@pytest.fixture(scope='module')
+def config(how, tmp_path_factory):
     corpus = tmp_path_factory.mktemp('corpus')
     texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
     (corpus / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
     return Config(
-        model=MODELS[request.param],
+        model=MODELS[how[1]],
         optimizer=OptimizerConfig(warmup_steps=1, learning_rate=3e-3),
         data=DataConfig(
             source=str(corpus), sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
@@ -56,18 +75,40 @@ def config(request, tmp_path_factory):
             log_every=1,
             sample_tokens=0,
             quantisation=ON,
+            scan_layers=False,  # as serving: a scanned program may add in another order
         ),
     )
 
 
+def saved(config, workdir):
+    """What a run leaves, without the training."""
+    run = Run(*[jnp.dtype('float32')] * 2, implementation='xla', quantisation=ON)
+    model = Kimi(config.model, run, config.train.scan_layers)
+    values = jax.tree.map(np.float32, tiny.random_params(config.model))
+    params = jax.device_put(stack_params(values, model.plan, np.stack), jax.devices()[0])
+    workdir.mkdir()
+    write_config(workdir, config)
+    state = TrainState(jnp.int32(0), params, {'none': jnp.zeros(1)})
+    checkpoints = Checkpoints(workdir, keep=1)
+    checkpoints.save(state, {})
+    checkpoints.wait()
+    return Outcome(state, model, load_tokenizer(config.data.tokenizer), True)
+
+
 @pytest.fixture(scope='module')
-def trained(config, tmp_path_factory):
+def trained(how, config, tmp_path_factory):
     """A workdir and how its run ended."""
-    workdir = tmp_path_factory.mktemp('runs') / 'straight'
+    workdir = epath.Path(tmp_path_factory.mktemp('runs')) / 'straight'
+    if how[0] == 'saved':
+        return workdir, saved(config, workdir)
     return workdir, Trainer(config, str(workdir), jax.devices()[:1]).run()
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(config, trained, tmp_path):
+@pytest.mark.slow
+def test_a_resumed_run_equals_one_that_was_not_stopped(how, config, trained, tmp_path):
+    if how[0] == 'saved':
+        pytest.skip('there was no run')
+
     def stop(step):
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -89,12 +130,15 @@ def test_a_workdir_is_loaded_as_it_was_trained(trained):
     workdir, outcome = trained
     want = step_logits(outcome, outcome.state.params)
     loaded = open_model(str(workdir), 'float32')
+    assert loaded.model.run.quantisation == dataclasses.replace(ON, weights=None)  # they are
     np.testing.assert_array_equal(logits_of(loaded.model, loaded.params, IDS), want)
     model, params = outcome.on_one_chip()
     np.testing.assert_array_equal(logits_of(model, params, IDS), want)
-    for other in ({'activations': 'none'}, {'scale_rule': 'ocp_floor'}):
-        loaded = open_model(str(workdir), 'float32', **other)
-        assert np.any(logits_of(loaded.model, loaded.params, IDS) != want)
+    for given, wanted in (
+        ({'activations': 'none'}, QuantisationConfig(scale_rule='ceil')),
+        ({'scale_rule': 'ocp_floor'}, QuantisationConfig(activations='mxfp8')),
+    ):
+        assert open_model(str(workdir), 'float32', **given).model.run.quantisation == wanted
 
 
 def masters_of(outcome):

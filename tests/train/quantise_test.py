@@ -15,8 +15,9 @@ from k3jax.config import (
     QuantisationConfig,
     TrainConfig,
 )
-from k3jax.model.kimi import Kimi, init_params
+from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
+from k3jax.model.plan import stack_params
 from k3jax.model.run import Run
 from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import Parallel, parallel_of
@@ -42,7 +43,8 @@ def model_of(quantisation, dtype='float32'):
 
 @pytest.fixture(scope='module')
 def params():
-    return jax.jit(lambda key: init_params(model_of(ON), key))(jax.random.key(0))
+    values = jax.tree.map(np.float32, tiny.random_params(MODEL))
+    return stack_params(values, model_of(ON).plan, np.stack)
 
 
 @pytest.fixture(scope='module')
@@ -98,6 +100,7 @@ def gradient(params, batch):
     return gradient_of(model_of(ON), None, params, batch)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_step_is_that_of_the_masters_straight_through(params, batch, gradient):
     def loss(masters):
         copy = jax.tree.map(
