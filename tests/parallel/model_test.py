@@ -13,6 +13,7 @@ from k3jax.model.cache import init_cache
 from k3jax.model.kimi import Kimi, decode, forward, init_params, prefill
 from k3jax.model.param import param_specs
 from k3jax.model.run import Run
+from k3jax.model.statistics import LayerStatistics, Watch
 from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import decode_step, prefill_step
@@ -24,7 +25,7 @@ from tests.compare import relative_error
 
 # Two attention-residual blocks; KDA with and without experts, and MLA.
 CONFIG = tiny.k3((1, 2), (3,), num_experts=8, hidden_size=32, num_attention_heads=4)
-RUN = Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla')
+RUN = Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla', watch=Watch(1000))
 BATCH, LENGTH = 8, 48
 MESHES = {
     'data': (8, 1, 1),
@@ -96,6 +97,18 @@ def assert_same(got, want):
     for (path, a), b in zip(leaves, jax.tree.leaves(got[1]), strict=True):
         error = relative_error(b, a)
         assert error <= 1e-5, f'{jax.tree_util.keystr(path)}: {error}'
+    seen = (
+        jax.tree.leaves(x.seen, is_leaf=lambda x: isinstance(x, LayerStatistics))
+        for x in (got, want)
+    )
+    for a, b in zip(*seen, strict=True):
+        np.testing.assert_array_equal(a.load, b.load)
+        if b.histogram is not None:
+            # Scores that differ in the last bit may lie in neighbouring bins.
+            differ = np.abs(np.cumsum(np.asarray(a.histogram) - b.histogram, axis=-1))
+            assert differ.max() <= 1 and differ.mean() < 1e-3
+        if b.max_logit is not None:
+            np.testing.assert_allclose(a.max_logit, b.max_logit, rtol=1e-5)
 
 
 @pytest.mark.parametrize(('name', 'remat'), [('all', 'offload'), ('sequence', 'none')])
