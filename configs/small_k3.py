@@ -49,11 +49,11 @@ def get_config() -> Config:
     )
     return Config(
         model=model,
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=10),
-        # 256 routed entries an expert and step.
-        data=DataConfig(sequence_length=256, batch_size=8, shuffle_rows=4096),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=10),
+        # 512 routed entries an expert and step, of many documents.
+        data=DataConfig(sequence_length=128, batch_size=32, shuffle_rows=8192),
         train=TrainConfig(
-            num_steps=100,
+            num_steps=80,
             dtype='float32',
             remat='none',
             log_every=1,

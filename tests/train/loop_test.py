@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,14 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from k3jax.config import (
-    Config,
-    DataConfig,
-    MuonConfig,
-    OptimizerConfig,
-    QuantisationConfig,
-    TrainConfig,
-)
+from k3jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from k3jax.train import checkpoint as checkpoint_lib
 from k3jax.train.loop import NonFiniteLoss, Trainer
 from tests import tiny
@@ -194,9 +188,10 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_an_error(config, tmp_path):
 def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stays(config, tmp_path):
     """A file-size limit stands for a full disk."""
     script = f"""
-import resource, sys
+import pathlib, pickle, resource, signal
 from tests.train import loop_test
-config = loop_test.saved_config({str(tmp_path / 'config.json')!r})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+config = pickle.loads(pathlib.Path({str(tmp_path / 'config')!r}).read_bytes())
 trainer = loop_test.trainer(config, {str(tmp_path / 'a')!r})
 def limit(step):
     if step == 3:
@@ -207,7 +202,7 @@ try:
 except OSError as error:
     print('OSERROR', error)
 """
-    (tmp_path / 'config.json').write_text(json.dumps(dataclasses.asdict(config)))
+    (tmp_path / 'config').write_bytes(pickle.dumps(config))
     cache = {
         'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
@@ -218,25 +213,6 @@ except OSError as error:
     assert 'OSERROR' in out.stdout and 'could not be written' in out.stdout, out.stderr[-2000:]
     resumed = trainer(config, tmp_path / 'a')
     assert int(resumed.start().step) == 2
-
-
-def saved_config(path: str) -> Config:
-    """A config from its JSON, for the subprocess above."""
-    from k3jax.config import model_config_from_dict
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    fields = json.loads(pathlib.Path(path).read_text())
-    optimizer = fields['optimizer']
-    muon = optimizer.pop('muon')
-    muon['coefficients'] = tuple(muon['coefficients'])
-    return Config(
-        model=model_config_from_dict(fields['model']),
-        optimizer=OptimizerConfig(**optimizer, muon=MuonConfig(**muon)),
-        data=DataConfig(**fields['data']),
-        train=TrainConfig(
-            **fields['train'] | {'keep': (), 'offload': (), 'quantisation': QuantisationConfig()}
-        ),
-    )
 
 
 def test_a_state_that_waits_in_host_memory_gives_the_same_run_and_a_model_on_one_chip(
