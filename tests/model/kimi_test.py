@@ -226,7 +226,9 @@ def test_padding_at_the_end_of_a_row_changes_nothing():
     assert relative_error(got[1, :12], whole[1, :12]) < EXACT
 
 
-@pytest.mark.parametrize('kind', [{'scan': False}, {'remat': 'layer'}])
+@pytest.mark.parametrize(
+    'kind', [{'scan': False}, pytest.param({'remat': 'layer'}, marks=pytest.mark.slow)]
+)
 def test_scanned_depth_equals_unrolled_and_remat_changes_nothing(kind):
     """Outputs and gradients, layer by layer."""
     tokens = tokens_of(length=3)

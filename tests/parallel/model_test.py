@@ -111,7 +111,10 @@ def assert_same(got, want):
             np.testing.assert_allclose(a.max_logit, b.max_logit, rtol=1e-5)
 
 
-@pytest.mark.parametrize(('name', 'remat'), [('all', 'offload'), ('sequence', 'none')])
+@pytest.mark.parametrize(
+    ('name', 'remat'),
+    [('all', 'offload'), pytest.param('sequence', 'none', marks=pytest.mark.slow)],
+)
 def test_loss_and_gradients_are_those_of_one_chip(name, remat):
     assert_same(on_mesh(MESHES[name], remat), on_one_chip())
 

@@ -215,6 +215,7 @@ except OSError as error:
     assert int(resumed.start().step) == 2
 
 
+@pytest.mark.slow
 def test_a_state_that_waits_in_host_memory_gives_the_same_run_and_a_model_on_one_chip(
     config, tmp_path
 ):
