@@ -20,7 +20,8 @@ from k3jax.convert.progress import Progress
 from k3jax.convert.to_orbax import convert
 from k3jax.convert.to_safetensors import export
 from k3jax.flags import run_main
-from k3jax.serve.export import export_workdir, is_workdir
+from k3jax.serve.export import export_workdir
+from k3jax.train.checkpoint import is_workdir
 
 _SOURCE = flags.DEFINE_string('source', None, 'Folder to read, local or gs://.', required=True)
 _TARGET = flags.DEFINE_string('target', None, 'Folder to write, local or gs://.', required=True)

@@ -31,6 +31,7 @@ from k3jax.train.loop import Outcome, Trainer
 from k3jax.train.state import TrainState, working_copy
 from pallas_kernels.grouped_mlp import quantise_mxfp4
 from tests import tiny
+from tests.corpus import write_corpus
 
 WIDTHS = {'vocab_size': 512, 'moe_intermediate_size': 64, 'routed_expert_hidden_size': 32}
 MODELS = {
@@ -60,14 +61,12 @@ def how(request):
 
 @pytest.fixture(scope='module')
 def config(how, tmp_path_factory):
-    corpus = tmp_path_factory.mktemp('corpus')
-    texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
-    (corpus / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
+    corpus = write_corpus(tmp_path_factory.mktemp('quantisation') / 'corpus')
     return Config(
         model=MODELS[how[1]],
         optimizer=OptimizerConfig(warmup_steps=1, learning_rate=3e-3),
         data=DataConfig(
-            source=str(corpus), sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
+            source=corpus, sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
         ),
         train=TrainConfig(
             num_steps=3,
@@ -105,10 +104,8 @@ def trained(how, config, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_one_that_was_not_stopped(how, config, trained, tmp_path):
-    if how[0] == 'saved':
-        pytest.skip('there was no run')
-
+@pytest.mark.parametrize('how', [('trained', name) for name in MODELS], ids=' '.join, indirect=True)
+def test_a_resumed_run_equals_one_that_was_not_stopped(config, trained, tmp_path):
     def stop(step):
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -165,6 +166,11 @@ def stacks(plan: Plan) -> Iterator[Stack]:
                 yield Stack((block.name, segment.name, run.name), layers.squeeze(single))
 
 
+def at(tree: Any, path: tuple[str, ...]) -> Any:
+    """What lies at `path` in nested dicts."""
+    return functools.reduce(lambda node, name: node[name], path, tree)
+
+
 def _map_together(join: Callable[[list[Any]], Any], trees: list[Any]) -> Any:
     if isinstance(trees[0], dict):
         return {name: _map_together(join, [tree[name] for tree in trees]) for name in trees[0]}
@@ -207,9 +213,7 @@ def unstack_params(params: dict[str, Any], plan: Plan) -> dict[str, Any]:
     names = {block.name for block in plan}
     out = {name: leaf for name, leaf in params.items() if name not in names}
     for path, layers in stacks(plan):
-        node = params
-        for name in path:
-            node = node[name]
+        node = at(params, path)
         for index, layer in np.ndenumerate(layers):
             out[f'layers_{layer}'] = _map_together(lambda leaf, i=index: leaf[0][i], [node])
     return out

@@ -17,12 +17,8 @@ from k3jax.convert.to_safetensors import export_params
 from k3jax.data.tokenizer import BYTES
 from k3jax.model.layout import model_leaves
 from k3jax.serve.load import workdir_params
-from k3jax.train.checkpoint import CONFIG_FILE, read_config
+from k3jax.train.checkpoint import read_config
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4, quantise_mxfp4
-
-
-def is_workdir(path: epath.PathLike) -> bool:
-    return (epath.Path(path) / CONFIG_FILE).exists()
 
 
 def released_form(

@@ -23,7 +23,7 @@ from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layout import Leaf, model_leaves
 from k3jax.model.plan import stack_params, unstack_params
 from k3jax.model.run import Run
-from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, read_config
+from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, is_workdir, read_config
 from pallas_kernels.common.platform import implementation_on
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4
 
@@ -94,7 +94,7 @@ def open_model(
         config, release = conversion.model_config, conversion.release_path
         tokenizer = load_tokenizer(release) if (release / VOCAB_FILE).exists() else None
         params = load_params(folder)
-    elif (folder / CONFIG_FILE).exists():
+    elif is_workdir(folder):
         config, scan_layers, data, trained = read_config(folder)
         tokenizer = load_tokenizer(data.tokenizer)
         params = workdir_params(folder, config, scan_layers)

@@ -87,6 +87,10 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
+def is_workdir(path: epath.PathLike) -> bool:
+    return (epath.Path(path) / CONFIG_FILE).exists()
+
+
 class Stored(NamedTuple):
     """What a workdir says of its run."""
 

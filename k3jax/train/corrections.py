@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.config import ModelConfig, OptimizerConfig
-from k3jax.model.plan import Plan, stacks
+from k3jax.model.plan import Plan, at, stacks
 from k3jax.model.statistics import LayerStatistics
 from k3jax.train.optim import Correction
 from k3jax.train.qk_clip import clip_factor, row_factors
 from k3jax.train.quantile_balance import estimated_bias, load_metrics
 
-Path = tuple[str, ...]
-
 BIAS = ('block_sparse_moe', 'e_score_correction_bias')
-
-
-def at(tree: Any, path: Path) -> Any:
-    """What lies at `path` in nested dicts."""
-    return functools.reduce(lambda node, name: node[name], path, tree)
-
-
-def _over_layers(function: Callable[..., jax.Array], lead: int) -> Callable[..., jax.Array]:
-    for _ in range(lead):
-        function = jax.vmap(function)
-    return function
 
 
 def corrections(
     seen: Any, params: Any, model: ModelConfig, plan: Plan, config: OptimizerConfig
-) -> dict[Path, Correction]:
+) -> dict[tuple[str, ...], Correction]:
     """What is to be done to parameters after their update, by their path.
 
     Args:
       seen: statistics of the whole batch, of `Kimi`'s output.
       params: that the batch was routed with.
     """
-    found: dict[Path, Correction] = {}
-    for path, layers in stacks(plan):
+    found: dict[tuple[str, ...], Correction] = {}
+    for path, _ in stacks(plan):
         statistics: LayerStatistics = at(seen, path)
         if statistics.histogram is not None:
-            rule = functools.partial(
-                estimated_bias,
-                num_chosen=model.num_experts_per_token,
-                momentum=config.quantile_balance.momentum,
+            bias = estimated_bias(
+                statistics.histogram,
+                at(params, path + BIAS),
+                model.num_experts_per_token,
+                config.quantile_balance.momentum,
             )
-            old = at(params, path + BIAS)
-            bias = _over_layers(rule, layers.ndim)(statistics.histogram, old)
             found[path + BIAS] = lambda x, bias=bias: bias.astype(x.dtype)
         if statistics.max_logit is None or config.qk_clip_threshold is None:
             continue
@@ -69,17 +54,17 @@ def layer_metrics(seen: Any, plan: Plan) -> dict[str, jax.Array]:
     `load_metrics` of layers with experts, and `max_logit` of those with attention (0 where there
     was no token).
     """
-    loads: dict[int, jax.Array] = {}
-    logits: dict[int, jax.Array] = {}
-    for path, layers in stacks(plan):
-        statistics: LayerStatistics = at(seen, path)
-        for of_layer, values in ((loads, statistics.load), (logits, statistics.max_logit)):
-            if values is not None:
-                of_layer.update(zip(layers.flat, values.reshape(-1, values.shape[-1]), strict=True))
+    found = [(layers.ravel(), at(seen, path)) for path, layers in stacks(plan)]
+
+    def in_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
+        """[layers, ...] of stacks of layers, with their numbers."""
+        rows = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
+        return rows[np.argsort(np.concatenate([numbers for numbers, _ in parts]))]
+
     metrics = {}
-    if loads:
-        metrics = load_metrics(jnp.stack([loads[layer] for layer in sorted(loads)]))
-    if logits:
-        top = jnp.stack([jnp.max(logits[layer]) for layer in sorted(logits)])
+    if loads := [(n, x.load) for n, x in found if x.load is not None]:
+        metrics = load_metrics(in_order(loads))
+    if logits := [(n, x.max_logit) for n, x in found if x.max_logit is not None]:
+        top = jnp.max(in_order(logits), axis=-1)
         metrics['max_logit'] = jnp.where(top == -jnp.inf, 0.0, top)
     return metrics

@@ -326,7 +326,8 @@ class Trainer:
     def _check_finite(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Raises NonFiniteLoss if a value of `step` is no number."""
         for name, value in jax.device_get(metrics or {}).items():  # one transfer
-            bad = np.atleast_1d(value)[~np.isfinite(np.atleast_1d(value))]
+            values = np.atleast_1d(value)
+            bad = values[~np.isfinite(values)]
             if bad.size:
                 self.checkpoints.wait()
                 raise NonFiniteLoss(

@@ -34,31 +34,32 @@ def estimated_bias(
     counted, or where every expert is chosen.
 
     Args:
-      histogram: [E, bins] int32, counted with `bias`.
-      bias: [E] float32, that the tokens were routed with.
+      histogram: [..., E, bins] int32, counted with `bias`; leading axes number layers.
+      bias: [..., E] float32, that the tokens were routed with.
       num_chosen: experts a token.
       momentum: of the old bias in the new one.
 
     Source: report appendix D.
     """
-    num_experts, bins = histogram.shape
+    num_experts, bins = histogram.shape[-2:]
     if num_chosen >= num_experts:
         return bias
-    low, high = bias_range(bias)
-    below = jnp.cumsum(histogram, axis=1)
-    num_tokens = below[:, -1]
+    low, high = (x[..., None] for x in bias_range(bias))
+    below = jnp.cumsum(histogram, axis=-1)
+    num_tokens = below[..., -1]
     # Whole numbers as far as they go: float32 would round a count of 2^24 tokens.
     whole, rest = jnp.divmod(num_tokens, num_experts)
     share = whole * num_chosen + rest * num_chosen // num_experts
     fraction = (rest * num_chosen % num_experts) / num_experts
     wanted = share + (fraction > 0)
-    place = jnp.argmax(below >= jnp.maximum(wanted, 1)[:, None], axis=1)
-    inside = jnp.take_along_axis(histogram, place[:, None], axis=1)[:, 0]
-    before = jnp.take_along_axis(below, place[:, None], axis=1)[:, 0] - inside
-    part = jnp.clip((share - before + fraction) / jnp.maximum(inside, 1), 0, 1)
+    place = jnp.argmax(below >= jnp.maximum(wanted, 1)[..., None], axis=-1)
+    inside, upto = (
+        jnp.take_along_axis(x, place[..., None], axis=-1)[..., 0] for x in (histogram, below)
+    )
+    part = jnp.clip((share - (upto - inside) + fraction) / jnp.maximum(inside, 1), 0, 1)
     found = _centred(low + (place + part) * ((high - low) / bins))
     found = momentum * bias + (1 - momentum) * found
-    return jnp.where(jnp.min(num_tokens) > 0, found, bias).astype(bias.dtype)
+    return jnp.where(num_tokens > 0, found, bias).astype(bias.dtype)  # all experts count the same
 
 
 def load_metrics(load: jax.Array) -> dict[str, jax.Array]:

@@ -17,19 +17,17 @@ from k3jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
 from k3jax.train import checkpoint as checkpoint_lib
 from k3jax.train.loop import NonFiniteLoss, Trainer
 from tests import tiny
+from tests.corpus import write_corpus
 
 
 @pytest.fixture
 def config(tmp_path):
-    texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
-    corpus = tmp_path / 'corpus'
-    corpus.mkdir()
-    (corpus / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
+    corpus = write_corpus(tmp_path / 'corpus')
     return Config(
         model=tiny.k3((1,), (2,), vocab_size=512),
         optimizer=OptimizerConfig(warmup_steps=1),
         data=DataConfig(
-            source=str(corpus), sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
+            source=corpus, sequence_length=16, batch_size=2, held_out_every=5, shuffle_rows=8
         ),
         train=TrainConfig(
             num_steps=6,

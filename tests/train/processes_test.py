@@ -13,6 +13,8 @@ import time
 import numpy as np
 import pytest
 
+from tests.corpus import write_corpus
+
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
     from k3jax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -44,12 +46,9 @@ def free_port():
 @pytest.fixture(scope='module')
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp('run')
-    texts = [f'document {i}: ' + 'abc ' * (i % 7 + 1) for i in range(60)]
-    (folder / 'corpus').mkdir()
-    rows = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
-    (folder / 'corpus' / 'a.jsonl').write_text(rows)
+    corpus = write_corpus(folder / 'corpus')
     path = folder / 'config.py'
-    path.write_text(textwrap.dedent(CONFIG).format(corpus=str(folder / 'corpus')))
+    path.write_text(textwrap.dedent(CONFIG).format(corpus=corpus))
     return path
 
 

@@ -12,14 +12,14 @@ import pytest
 from k3jax.config import OptimizerConfig, QuantileBalanceConfig
 from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, forward, init_params
-from k3jax.model.plan import stacks
+from k3jax.model.plan import at, stacks
 from k3jax.model.run import Run
-from k3jax.model.statistics import Watch
+from k3jax.model.statistics import LayerStatistics, Watch
 from k3jax.train import losses, optim
-from k3jax.train.corrections import BIAS, at
+from k3jax.train.corrections import BIAS, layer_metrics
 from k3jax.train.quantile_balance import estimated_bias
 from k3jax.train.state import TrainState
-from k3jax.train.step import make_train_step
+from k3jax.train.step import losses_of, make_train_step
 from tests import tiny
 
 CONFIG = tiny.k3()
@@ -153,7 +153,7 @@ def test_the_step_sets_the_biases_by_the_batch_it_has_seen(params, batch, steppe
         if statistics.histogram is None:
             continue
         rule = functools.partial(estimated_bias, num_chosen=CONFIG.num_experts_per_token)
-        for _ in layers.shape:
+        for _ in layers.shape:  # a stack of layers is as each of them
             rule = jax.vmap(rule)
         want = rule(statistics.histogram, at(params, path + BIAS))
         got = at(state.params, path + BIAS)
@@ -216,3 +216,33 @@ def test_the_z_loss_is_minimised_beside_the_loss_and_shown_apart(params, batch, 
     np.testing.assert_allclose(metrics['z_loss'], 0.5 * np.mean(log_z**2), rtol=1e-5)
     np.testing.assert_allclose(metrics['loss'], stepped[1]['loss'], rtol=1e-6)
     assert abs(metrics['grad_norm'] / stepped[1]['grad_norm'] - 1) > 1e-3
+
+
+def test_losses_of_slices_are_those_of_the_batch(params, batch):
+    want = losses_of(MODEL)(params, batch)
+    np.testing.assert_allclose(losses_of(MODEL, num_slices=2)(params, batch), want, atol=1e-6)
+    logits = forward(MODEL, params, batch['tokens'], batch['segment_ids'])
+    log_probs = np.asarray(jax.nn.log_softmax(np.asarray(logits, np.float64)))
+    picked = np.take_along_axis(log_probs, np.maximum(batch['targets'], 0)[..., None], axis=2)
+    wanted = np.where(batch['targets'] == IGNORE, 0, -picked[..., 0])
+    np.testing.assert_allclose(want, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_of_layers_stand_in_their_order():
+    """A logit that is no number reaches the metrics, which the loop checks; one of no token not."""
+    numbers = np.arange(CONFIG.num_hidden_layers, dtype=np.float32)
+    seen = {}
+    for path, layers in stacks(MODEL.plan):
+        node = seen
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = LayerStatistics(
+            load=jnp.asarray(numbers[layers][..., None] * np.array([1, 0]) + 1),
+            max_logit=jnp.asarray(np.stack([numbers[layers], -numbers[layers]], axis=-1)),
+        )
+    metrics = layer_metrics(seen, MODEL.plan)
+    np.testing.assert_array_equal(metrics['max_logit'], numbers)
+    np.testing.assert_allclose(metrics['maxvio'], 2 * (numbers + 1) / (numbers + 2) - 1, rtol=1e-6)
+    for value, want in ((jnp.nan, np.nan), (jnp.inf, np.inf), (-jnp.inf, 0.0)):
+        one = jax.tree.map(lambda x, v=value: jnp.full_like(x, v), seen)
+        np.testing.assert_array_equal(layer_metrics(one, MODEL.plan)['max_logit'], want)
