@@ -46,19 +46,21 @@ def losses_of(
     """
 
     def losses(params: Any, batch: Batch) -> jax.Array:
+        def of_slice(one: Batch) -> jax.Array:
+            return batch_losses(model, params, one)[0].nll
+
         if num_slices == 1:
-            return batch_losses(model, params, batch)[0].nll
-        found = lax.map(lambda one: batch_losses(model, params, one)[0], _slices(batch, num_slices))
+            return of_slice(batch)
+        found = lax.map(of_slice, _slices(batch, num_slices))
         return found.reshape(-1, found.shape[-1])
 
-    parallel = model.run.parallel
-    if parallel is None:
-        return jax.jit(lambda params, batch: losses(working_copy(model, params), batch))
-    specs, cut = param_specs(model.config, model.plan, parallel), parallel.batch_spec
-    losses = jax.shard_map(losses, mesh=mesh, in_specs=(specs, cut), out_specs=cut, check_vma=False)
+    parallel, whole = model.run.parallel, None
+    if parallel is not None:
+        cut, whole = parallel.batch_spec, NamedSharding(mesh, PartitionSpec())
+        specs = param_specs(model.config, model.plan, parallel), cut
+        losses = jax.shard_map(losses, mesh=mesh, in_specs=specs, out_specs=cut, check_vma=False)
     return jax.jit(
-        lambda params, batch: losses(working_copy(model, params), batch),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
+        lambda params, batch: losses(working_copy(model, params), batch), out_shardings=whole
     )
 
 
@@ -113,10 +115,11 @@ def make_gradient(
             sums, grads = jax.tree.map(jnp.add, total[:2], new[:2])
             return Gradient(sums, grads, added(total.seen, new.seen)), None
 
+        # The forward pass alone tells the shapes of what is seen.
         first = jax.tree.map(lambda x: x[0], slices)
-        sums, grads, seen = jax.eval_shape(one_slice, params, first)
+        _, (sums, seen) = jax.eval_shape(objective, params, first)
         zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (sums, grads)
+            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (sums, params)
         )
         return lax.scan(add, Gradient(*zeros, nothing_seen(seen)), slices)[0]
 
