@@ -13,6 +13,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 def pytest_configure(config) -> None:
     jax.config.update('jax_num_cpu_devices', 8)  # meshes; what has none runs on the first
     jax.config.update('jax_compilation_cache_dir', str(ROOT / '.jax_cache'))
+    # Most of the tests' time is compilation, and this takes a fifth of it away.
+    jax.config.update('jax_disable_most_optimizations', True)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)
     # A cache entry that another worker is just writing: the program is compiled again.
     config.addinivalue_line(

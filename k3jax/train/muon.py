@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,54 +34,102 @@ class Blocks:
     def num_rows(self) -> int:
         return self.count * sum(self.rows)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether a matrix is one block."""
+        return self.count == len(self.rows) == 1
 
-def newton_schulz(x: jax.Array, config: MuonConfig) -> jax.Array:
+
+class Cut(NamedTuple):
+    """How many chips, along which mesh axes, share a dimension."""
+
+    axes: tuple[str, ...]
+    chips: int
+
+
+WHOLE = Cut((), 1)
+
+
+def newton_schulz(
+    x: jax.Array, config: MuonConfig, rows: Cut = WHOLE, columns: Cut = WHOLE
+) -> jax.Array:
     """Matrices with the same singular vectors and singular values near 1.
 
     X_0 = x / (|x|_F + 1e-7);  A = X X^T;  X <- a X + (b A + c A A) X, on the shorter side.
 
     Args:
       x: [..., n, m]; products in `config.dtype`, sums in float32.
+      rows, columns: one of them may be cut, inside `shard_map`: x is then this chip's part, and the
+        chips share the products. They exchange what the products take, in `config.dtype`.
 
     Returns:
-      [..., n, m] float32 (float64 for float64 x).
+      Like x, float32 (float64 for float64 x).
 
     Source: Muon; Kimi K2 report, algorithm 1.
     """
+    assert 1 in (rows.chips, columns.chips), (rows, columns)
     exact = jnp.promote_types(x.dtype, jnp.float32)
-    dtype = exact if config.dtype == 'float32' else jnp.dtype(config.dtype)
+    dtype = _product_dtype(x, config)
     x = x.astype(exact)
-    if wide := x.shape[-2] > x.shape[-1]:
-        x = jnp.swapaxes(x, -1, -2)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + EPSILON)
+    if tall := x.shape[-2] * rows.chips > x.shape[-1] * columns.chips:
+        x, rows, columns = jnp.swapaxes(x, -1, -2), columns, rows
+    squares = jnp.sum(x * x, axis=(-2, -1), keepdims=True)
+    if cut := rows.axes + columns.axes:
+        squares = lax.psum(squares, cut)
+    x = x / (jnp.sqrt(squares) + EPSILON)
     a, b, c = config.coefficients
+    # Of the Gram matrix of a cut longer side, the chips sum up a share of the rows each.
+    scattered = columns.chips > 1 and x.shape[-2] % columns.chips == 0
+    of_gram = columns if scattered else rows
 
     def product(p: jax.Array, q: jax.Array, of: str) -> jax.Array:
-        args = (p.astype(dtype), q.astype(dtype))
-        return jnp.einsum(of, *args, preferred_element_type=exact, precision=lax.Precision.HIGHEST)
+        return jnp.einsum(of, p, q, preferred_element_type=exact, precision=lax.Precision.HIGHEST)
+
+    def gathered(x: jax.Array, cut: Cut) -> jax.Array:
+        x = x.astype(dtype)
+        return lax.all_gather(x, cut.axes, axis=x.ndim - 2, tiled=True) if cut.axes else x
 
     def improve(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        gram = product(x, x, '...ik,...jk->...ij')
-        polynomial = b * gram + c * product(gram, gram, '...ij,...jk->...ik')
-        return a * x + product(polynomial, x, '...ij,...jk->...ik'), None
+        whole = gathered(x, rows)
+        gram = product(x.astype(dtype), whole, '...ik,...jk->...ij')
+        if scattered:
+            dim = gram.ndim - 2
+            gram = lax.psum_scatter(gram, columns.axes, scatter_dimension=dim, tiled=True)
+        elif columns.axes:
+            gram = lax.psum(gram, columns.axes)
+        square = product(gram.astype(dtype), gathered(gram, of_gram), '...ij,...jk->...ik')
+        polynomial = gathered(b * gram + c * square, columns if scattered else WHOLE)
+        return a * x + product(polynomial, whole, '...ij,...jk->...ik'), None
 
     x, _ = lax.scan(improve, x, length=config.steps)
-    return jnp.swapaxes(x, -1, -2) if wide else x
+    return jnp.swapaxes(x, -1, -2) if tall else x
 
 
-def muon_direction(x: jax.Array, blocks: Blocks, config: MuonConfig) -> jax.Array:
+def _product_dtype(x: jax.Array, config: MuonConfig) -> jnp.dtype:
+    if config.dtype == 'float32':
+        return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dtype(config.dtype)
+
+
+def muon_direction(
+    x: jax.Array, blocks: Blocks, config: MuonConfig, rows: Cut = WHOLE, columns: Cut = WHOLE
+) -> jax.Array:
     """The update of momentum x [..., rows, columns]: each block orthogonal, of RMS `update_rms`.
 
     An orthogonal n x m block has an RMS of 1 / sqrt(max(n, m)); it is scaled to the RMS that an
     update of Adam has. Zeros stay zeros.
+
+    rows, columns: how x is cut, as in `newton_schulz`; the rows of a single block only.
     """
-    assert x.shape[-2] == blocks.num_rows, (x.shape, blocks)
-    lead, columns = x.shape[:-2], x.shape[-1]
-    heads = x.reshape(*lead, blocks.count, -1, columns)
+    assert x.shape[-2] * rows.chips == blocks.num_rows, (x.shape, blocks, rows)
+    assert rows.chips == 1 or blocks.is_single, (blocks, rows)
+    lead = x.shape[:-2]
+    heads = x.reshape(*lead, blocks.count, -1, x.shape[-1])
     starts = [sum(blocks.rows[:i]) for i in range(1, len(blocks.rows))]
+    longest = [max(size, x.shape[-1] * columns.chips) for size in blocks.rows]
     moved = [
-        newton_schulz(part, config) * (config.update_rms * math.sqrt(max(part.shape[-2:])))
-        for part in jnp.split(heads, starts, axis=-2)
+        newton_schulz(part, config, rows, columns) * (config.update_rms * math.sqrt(side))
+        for part, side in zip(jnp.split(heads, starts, axis=-2), longest, strict=True)
     ]
     return jnp.concatenate(moved, axis=-2).reshape(x.shape)
 
@@ -102,83 +152,103 @@ def accumulated(
     return ahead, MuonState(momentum)
 
 
-class _Cut(NamedTuple):
-    """How many chips, along which mesh axes, share a dimension."""
-
-    axes: tuple[str, ...]
-    chips: int
-
-
-def direction_on_mesh(
-    x: jax.Array,
+def directions_on_mesh(
+    xs: Sequence[jax.Array],
     blocks: Blocks,
     config: MuonConfig,
     mesh: Mesh | None = None,
-    spec: PartitionSpec | None = None,
-) -> jax.Array:
-    """`muon_direction` of an array that a mesh has cut: each chip computes a share of the matrices.
+    specs: Sequence[PartitionSpec] | None = None,
+) -> list[jax.Array]:
+    """`muon_direction` of arrays that a mesh has cut: each chip computes a share of the matrices.
 
     Of the cuts of rows and columns, the larger gives its chips a share each: a chip trades its
-    parts of the other chips' matrices for the missing parts of its own (`all_to_all`). Only these
-    are then gathered along the other cut. A block of rows that lies whole on a chip counts as a
-    matrix.
+    parts of the other chips' matrices for the missing parts of its own (`all_to_all`). The products
+    of these are shared along the other cut, unless that goes through blocks: then these matrices
+    are gathered. A block of rows that lies whole on a chip counts as a matrix. The matrices of all
+    arrays are shared out together. What is exchanged is rounded as the products round it.
 
     Args:
-      x: [..., rows, columns]; axes before these two may be cut, and need no exchange.
+      xs: [..., rows, columns], alike in these two and in how they are cut; axes before them may be
+        cut, and need no exchange.
       blocks: of all rows.
-      mesh, spec: how x is cut, and the result; None on a single chip.
+      mesh, specs: how each of xs is cut, and its result; None on a single chip.
 
     Returns:
-      [..., rows, columns] float32.
+      [..., rows, columns] float32 of each.
     """
-    assert x.shape[-2] == blocks.num_rows, (x.shape, blocks)
+    assert all(x.shape[-2] == blocks.num_rows for x in xs), ([x.shape for x in xs], blocks)
     if mesh is None:
-        return _on_each_chip(x, blocks, config, _Cut((), 1), _Cut((), 1))
-    assert spec is not None and len(spec) == x.ndim, (spec, x.shape)
-    axes = [axes_of(cut) for cut in spec[-2:]]
-    rows, columns = (_Cut(names, math.prod(mesh.shape[a] for a in names)) for names in axes)
+        return _on_each_chip(xs, blocks, config, WHOLE, WHOLE)
+    assert specs is not None and len({tuple(spec[-2:]) for spec in specs}) == 1, specs
+    assert all(len(spec) == x.ndim for x, spec in zip(xs, specs, strict=True)), specs
+    axes = [axes_of(cut) for cut in specs[0][-2:]]
+    rows, columns = (Cut(names, math.prod(mesh.shape[a] for a in names)) for names in axes)
     return jax.shard_map(
-        lambda x: _on_each_chip(x, blocks, config, rows, columns),
+        lambda xs: _on_each_chip(xs, blocks, config, rows, columns),
         mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
+        in_specs=(list(specs),),
+        out_specs=list(specs),
         check_vma=False,
-    )(x)
+    )(list(xs))
 
 
 def _on_each_chip(
-    x: jax.Array, blocks: Blocks, config: MuonConfig, rows: _Cut, columns: _Cut
-) -> jax.Array:
-    """x: this chip's part [..., rows, columns] of an array whose last two axes are cut so."""
-    shape = x.shape
+    xs: Sequence[jax.Array], blocks: Blocks, config: MuonConfig, rows: Cut, columns: Cut
+) -> list[jax.Array]:
+    """xs: this chip's parts [..., rows, columns] of arrays whose last two axes are cut so."""
+    shapes, exact = [x.shape for x in xs], jnp.promote_types(xs[0].dtype, jnp.float32)
+    matrix = shapes[0][-2:]
     if blocks.count % rows.chips == 0:
-        blocks, rows = Blocks(1, blocks.rows), _Cut((), 1)
-        x = x.reshape(-1, blocks.num_rows, shape[-1])
-    else:
-        x = x.reshape(-1, *shape[-2:])
-    order = sorted(((rows, 1), (columns, 2)), key=lambda cut: cut[0].chips, reverse=True)
-    (spread, dim), (other, other_dim) = order
-    count, part = x.shape[0], x.shape[other_dim]
+        blocks, rows = Blocks(1, blocks.rows), WHOLE
+        matrix = blocks.num_rows, matrix[-1]
+    flat = [x.reshape(-1, *matrix).astype(_product_dtype(x, config)) for x in xs]
+    starts = list(itertools.accumulate(map(len, flat)))
+    x = jnp.concatenate(flat)
+    by_columns = columns.chips > rows.chips
+    spread, dim = (columns, 2) if by_columns else (rows, 1)
     if spread.chips > 1:
-        x = jnp.pad(x, ((0, -count % spread.chips), (0, 0), (0, 0)))
+        x = _padded(x, -len(x) % spread.chips)
         x = lax.all_to_all(x, spread.axes, 0, dim, tiled=True)
-    if other.chips > 1:
-        x = lax.all_gather(x, other.axes, axis=other_dim, tiled=True)
-    x = _by_batches(x, blocks, config)
-    if other.chips > 1:
-        start = lax.axis_index(other.axes) * part
-        x = lax.dynamic_slice_in_dim(x, start, part, other_dim)
+    x = _shared(x, blocks, config, *((rows, WHOLE) if by_columns else (WHOLE, columns)))
     if spread.chips > 1:
-        x = lax.all_to_all(x, spread.axes, dim, 0, tiled=True)[:count]
-    return x.reshape(shape)
+        x = lax.all_to_all(x, spread.axes, dim, 0, tiled=True)
+    parts = jnp.split(x[: starts[-1]], starts[:-1])
+    return [part.reshape(shape).astype(exact) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _by_batches(x: jax.Array, blocks: Blocks, config: MuonConfig) -> jax.Array:
+def _shared(x: jax.Array, blocks: Blocks, config: MuonConfig, rows: Cut, columns: Cut) -> jax.Array:
+    """The directions of matrices x, in its dtype, that some chips share."""
+    if rows.chips == 1 or blocks.is_single:
+        return _by_batches(x, blocks, config, rows, columns)
+    part = x.shape[1]
+    x = _by_batches(
+        lax.all_gather(x, rows.axes, axis=1, tiled=True), blocks, config, WHOLE, columns
+    )
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(rows.axes) * part, part, 1)
+
+
+def _padded(x: jax.Array, more: int) -> jax.Array:
+    """x with as many matrices of zeros behind."""
+    return jnp.pad(x, ((0, more), (0, 0), (0, 0)))
+
+
+def _by_batches(
+    x: jax.Array, blocks: Blocks, config: MuonConfig, rows: Cut, columns: Cut
+) -> jax.Array:
     """`muon_direction` of x [N, rows, columns], as many matrices at a time as memory is given."""
-    columns = x.shape[-1]
+
+    def direction(x: jax.Array) -> jax.Array:
+        return muon_direction(x, blocks, config, rows, columns).astype(x.dtype)
+
+    width = x.shape[-1] * columns.chips
     # Of each block three arrays like it, and three Gram matrices.
-    elements = sum(3 * rows * columns + 3 * min(rows, columns) ** 2 for rows in blocks.rows)
-    at_once = max(1, TEMPORARY_BYTES // (4 * blocks.count * elements))
-    if len(x) <= at_once:
-        return muon_direction(x, blocks, config)
-    return lax.map(lambda one: muon_direction(one, blocks, config), x, batch_size=at_once)
+    elements = sum(3 * size * width + 3 * min(size, width) ** 2 for size in blocks.rows)
+    most = max(1, TEMPORARY_BYTES // (4 * blocks.count * elements))
+    count = len(x)
+    if count <= most:
+        return direction(x)
+    # All batches are of one size: the one that leaves the least of the last one empty.
+    size = min(range(most, most // 2, -1), key=lambda size: -count % size)
+    x = _padded(x, -count % size)
+    batches = x.reshape(-1, size, *x.shape[1:])
+    return lax.map(direction, batches).reshape(x.shape)[:count]

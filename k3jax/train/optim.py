@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +19,7 @@ from k3jax.model.layout import Leaf
 from k3jax.model.param import map_leaves
 from k3jax.model.plan import Plan
 from k3jax.train.host_memory import on_chip, sent_home, waits
-from k3jax.train.muon import Blocks, MuonState, accumulated, direction_on_mesh
+from k3jax.train.muon import Blocks, MuonState, accumulated, directions_on_mesh
 
 # Leaves ordered after each other: while one is computed, the next may come from the host's memory
 # or the last go there.
@@ -139,6 +139,24 @@ class _Scalars(NamedTuple):
     count: jax.Array | int
 
 
+class _Leaf(NamedTuple):
+    """A leaf, or a layer of one, on its way through the update.
+
+    correction: what is then done to the parameter. home: its abstract parameter and state, if they
+    may have to be sent to the host's memory.
+    """
+
+    rule: Rule
+    correction: Correction | None
+    home: tuple[Any, ...]
+    grad: jax.Array
+    param: jax.Array
+    state: LeafState
+
+    def of(self, grad: jax.Array, param: jax.Array, state: LeafState) -> _Leaf:
+        return self._replace(grad=grad, param=param, state=state)
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """Global-norm clipping, then each leaf by its own rule; weight decay on matrices.
@@ -178,10 +196,10 @@ class Optimizer:
     ) -> tuple[Any, Any]:
         """The parameters after a step, and the optimizer's state.
 
-        A leaf that waits in the host's memory, or is moved by Muon, is not begun before the last
-        but LEAVES_AT_ONCE of these is done, and sent home: neither all states nor the temporaries
-        of all leaves are on a chip together. A large one comes and goes layer by layer. Other
-        leaves XLA may order as it likes.
+        Matrices that are alike are moved by Muon together. What waits in the host's memory, or is
+        moved by Muon, is not begun before the last but LEAVES_AT_ONCE of these is done, and sent
+        home: neither all states nor all temporaries are on a chip together. A large leaf comes and
+        goes layer by layer. Other leaves XLA may order as it likes.
 
         Args:
           grads: a tree like params, sums of `count` gradients, of any float dtype.
@@ -192,73 +210,112 @@ class Optimizer:
           placed: abstract parameters and state, where parts of them wait in the host's memory.
         """
         rules, tree = jax.tree_util.tree_flatten_with_path(self.rules)
-        scalars = _Scalars(step, self.schedule(step), norm, count)
-        done: list[Any] = [norm] * LEAVES_AT_ONCE
         columns = map(tree.flatten_up_to, (grads, params, opt_state, *(placed or ())))
-        moved = []
+        leaves = []
         for (path, rule), grad, param, state, *home in zip(rules, *columns, strict=True):
             correction = corrections.get(tuple(key.key for key in path))
-            if rule.label == 'held' and correction is None:
-                moved.append((param, state))
-                continue
-            ordered = rule.label == 'muon' or waits(param)
+            leaves.append(_Leaf(rule, correction, tuple(home), grad, param, state))
+        scalars = _Scalars(step, self.schedule(step), norm, count)
+        moved = [(leaf.param, leaf.state) for leaf in leaves]
+        done: list[Any] = [norm] * LEAVES_AT_ONCE
+        for group in self._together(leaves):
+            members = [leaves[i] for i in group]
+            ordered = members[0].rule.label == 'muon' or waits(members[0].param)
             # With nothing to wait for, too: what XLA fuses, and so every last bit, is then the same
             # wherever the state lies.
-            inputs, after = (grad, param, state), done[-LEAVES_AT_ONCE] if ordered else ()
-            (grad, param, state), _ = lax.optimization_barrier((inputs, after))
-            leaf, layers = (param, state), self._layers(rule, param) if correction is None else None
-            for i in layers or (None,):
-                inputs = (grad, *leaf) if i is None else _layer((grad, *leaf), i)
-                part = self._moved(rule, *inputs, scalars)
-                if correction is not None:
-                    part = correction(part[0]), part[1]
-                if home:
-                    part = sent_home(part, tuple(home))
-                leaf = part if i is None else _with_layer(leaf, part, i)
+            arrays = [(leaf.grad, leaf.param, leaf.state) for leaf in members]
+            arrays, _ = lax.optimization_barrier((arrays, done[-LEAVES_AT_ONCE] if ordered else ()))
+            members = [leaf.of(*new) for leaf, new in zip(members, arrays, strict=True)]
+            if self._comes_by_layers(members[0]):
+                results = [self._moved_by_layers(members[0], scalars)]
+            else:
+                results = self._moved(members, scalars)
+            for i, result in zip(group, results, strict=True):
+                moved[i] = result
             if ordered:
-                done.append(leaf)
-            moved.append(leaf)
+                done.append(results)
         return tuple(map(tree.unflatten, zip(*moved, strict=True)))
 
-    def _layers(self, rule: Rule, param: jax.Array) -> range | None:
-        """The layers of a leaf that come and go one after another, None where it does so whole."""
-        chips = 1 if self.mesh is None else self.mesh.size
-        large = param.size * param.dtype.itemsize > chips * WHOLE_BYTES
-        return range(param.shape[0]) if rule.stacked and large and waits(param) else None
+    def _bytes(self, param: jax.Array) -> float:
+        """Of a parameter on a chip."""
+        return param.size * param.dtype.itemsize / (1 if self.mesh is None else self.mesh.size)
+
+    def _together(self, leaves: Sequence[_Leaf]) -> list[list[int]]:
+        """The leaves that move, by their numbers: like matrices together, others alone."""
+        groups: list[list[int]] = []
+        last: dict[Any, list[int]] = {}
+        for i, (rule, correction, _, grad, param, _) in enumerate(leaves):
+            if rule.label == 'held' and correction is None:
+                continue
+            if rule.label == 'muon':
+                cut = None if rule.spec is None else tuple(rule.spec[-2:])
+                alike = rule.blocks, param.shape[-2:], param.dtype, grad.dtype, cut, waits(param)
+                group = last.get(alike, [])
+                size = sum(self._bytes(leaves[j].param) for j in (*group, i))
+                if group and size <= WHOLE_BYTES:
+                    group.append(i)
+                    continue
+                last[alike] = [i]
+            groups.append(last[alike] if rule.label == 'muon' else [i])
+        return groups
+
+    def _comes_by_layers(self, leaf: _Leaf) -> bool:
+        large = self._bytes(leaf.param) > WHOLE_BYTES
+        return leaf.rule.stacked and large and waits(leaf.param) and leaf.correction is None
+
+    def _moved_by_layers(self, leaf: _Leaf, scalars: _Scalars) -> tuple[jax.Array, LeafState]:
+        def move(i: jax.Array, arrays: Any) -> Any:
+            layer = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, i, keepdims=True), (leaf.grad, *arrays)
+            )
+            (new,) = self._moved([leaf.of(*layer)], scalars)
+            return jax.tree.map(
+                lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), arrays, new
+            )
+
+        return lax.fori_loop(0, leaf.param.shape[0], move, (leaf.param, leaf.state))
 
     def _moved(
-        self, rule: Rule, grad: jax.Array, param: jax.Array, state: LeafState, scalars: _Scalars
-    ) -> tuple[jax.Array, LeafState]:
-        """A leaf, or a layer of one, and its state after the step; on the chip."""
-        param, state = on_chip((param, state))
+        self, leaves: Sequence[_Leaf], scalars: _Scalars
+    ) -> list[tuple[jax.Array, LeafState]]:
+        """Leaves of one kind, or a layer of one, and their states after the step."""
+        leaves = [leaf.of(leaf.grad, *on_chip((leaf.param, leaf.state))) for leaf in leaves]
+        results = []
+        for leaf, (direction, state) in zip(leaves, self._directions(leaves, scalars), strict=True):
+            param = leaf.param
+            if leaf.rule.label in ('muon', 'decayed'):
+                direction = direction + self.config.weight_decay * param
+            if leaf.rule.label != 'held':
+                param = (param - scalars.rate * direction).astype(param.dtype)
+            if leaf.correction is not None:
+                param = leaf.correction(param)
+            new = param, state
+            results.append(sent_home(new, leaf.home) if leaf.home else new)
+        return results
+
+    def _directions(
+        self, leaves: Sequence[_Leaf], scalars: _Scalars
+    ) -> list[tuple[jax.Array | None, LeafState]]:
+        """Where each leaf moves, before decay and learning rate, and its state; None if held."""
+        config, rule = self.config, leaves[0].rule
         if rule.label == 'held':
-            return param, state
-        grad = grad.astype(jnp.float32) / scalars.count
-        grad = _clipped(grad, scalars.norm, self.config.grad_clip_norm)
-        direction, state = self._direction(rule, grad, state, scalars.step)
-        if rule.label != 'plain':
-            direction = direction + self.config.weight_decay * param
-        return (param - scalars.rate * direction).astype(param.dtype), state
-
-    def _direction(
-        self, rule: Rule, grad: jax.Array, state: Any, step: jax.Array
-    ) -> tuple[jax.Array, LeafState]:
-        """Where a leaf moves, before decay and learning rate, and its state."""
-        config = self.config
+            return [(None, leaf.state) for leaf in leaves]
+        grads = (leaf.grad.astype(jnp.float32) / scalars.count for leaf in leaves)
+        grads = [_clipped(grad, scalars.norm, config.grad_clip_norm) for grad in grads]
         if rule.label == 'muon':
-            ahead, state = accumulated(grad, state, config.muon)
-            return direction_on_mesh(ahead, rule.blocks, config.muon, self.mesh, rule.spec), state
+            states = [leaf.state for leaf in leaves]
+            pairs = [accumulated(*pair, config.muon) for pair in zip(grads, states, strict=True)]
+            ahead, states = zip(*pairs, strict=True)
+            specs = None if self.mesh is None else [leaf.rule.spec for leaf in leaves]
+            found = directions_on_mesh(ahead, rule.blocks, config.muon, self.mesh, specs)
+            return list(zip(found, states, strict=True))
         adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-        direction, new = adam.update(grad, optax.ScaleByAdamState(step, state.mu, state.nu))
-        return direction, AdamState(new.mu, new.nu)
-
-
-def _layer(tree: Any, i: int) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=True), tree)
-
-
-def _with_layer(tree: Any, layer: Any, i: int) -> Any:
-    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, layer)
+        results = []
+        for grad, leaf in zip(grads, leaves, strict=True):
+            state = optax.ScaleByAdamState(scalars.step, leaf.state.mu, leaf.state.nu)
+            direction, new = adam.update(grad, state)
+            results.append((direction, AdamState(new.mu, new.nu)))
+        return results
 
 
 def _clipped(grad: jax.Array, norm: jax.Array, most: float) -> jax.Array:

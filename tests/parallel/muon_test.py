@@ -21,7 +21,7 @@ from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.rules import AXES
 from k3jax.parallel.shard import Parallel
 from k3jax.train import muon
-from k3jax.train.muon import Blocks, direction_on_mesh
+from k3jax.train.muon import Blocks, directions_on_mesh
 from k3jax.train.optim import Optimizer, Rule, make_optimizer
 from tests import tiny
 from tests.compare import relative_error
@@ -60,7 +60,7 @@ def leaves_on(mesh, config, whole_below=0):
 def directions(xs, cases, mesh=None):
     def all_of(xs):
         return [
-            direction_on_mesh(x, blocks, EXACT, mesh, spec)
+            directions_on_mesh([x], blocks, EXACT, mesh, [spec])[0]
             for x, (_, blocks, spec) in zip(xs, cases, strict=True)
         ]
 
@@ -117,6 +117,29 @@ def test_in_float64_a_mesh_changes_nothing_but_the_last_bits(name):
         assert relative_error(one, exact) <= 1e-13, case
 
 
+def test_arrays_together_move_as_each_alone():
+    """Of other depths and with experts; shares of five and nine matrices among four chips."""
+    mesh, blocks = mesh_of(MESHES['all']), Blocks(1, (24,))
+    shapes = {
+        (5, 24, 32): P(None, OTHER, 'expert'),
+        (24, 32): P(OTHER, 'expert'),
+        (3, 2, 24, 32): P(None, None, OTHER, 'expert'),
+    }
+    rng = np.random.default_rng(0)
+    xs = [
+        jax.device_put(rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec))
+        for shape, spec in shapes.items()
+    ]
+    specs = list(shapes.values())
+    joined = jax.jit(lambda xs: directions_on_mesh(xs, blocks, EXACT, mesh, specs))
+    alone = [directions_on_mesh([x], blocks, EXACT)[0] for x in jax.device_get(xs)]
+    for got, want, spec in zip(joined(xs), alone, specs, strict=True):
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), got.ndim)
+        assert relative_error(got, want) <= 2e-6
+    text = joined.lower(xs).as_text()
+    assert text.count('stablehlo.all_to_all') == 2
+
+
 def sizes_in(jaxpr):
     """Elements of every array that is computed, inside all calls."""
     for eqn in jaxpr.eqns:
@@ -133,9 +156,9 @@ def test_no_chip_of_a_pod_holds_more_than_its_share_of_k3s_matrices(sizes):
     found = leaves_on(mesh, kimi_k3.get_config().model, config.mesh.whole_below)
     for path, (shape, blocks, spec) in found.items():
         abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
-        jaxpr = jax.make_jaxpr(lambda x, c=(blocks, EXACT, mesh, spec): direction_on_mesh(x, *c))(
-            abstract
-        )
+        jaxpr = jax.make_jaxpr(
+            lambda x, c=(blocks, EXACT, mesh, [spec]): directions_on_mesh([x], *c)
+        )(abstract)
         (on_each_chip,) = (e for e in jaxpr.eqns if e.primitive.name == 'shard_map')
         largest = max(sizes_in(on_each_chip.params['jaxpr']))
         cut = math.prod(mesh.shape[a] for entry in spec for a in _names(entry))
@@ -156,14 +179,14 @@ def _names(entry):
 def test_matrices_go_by_batches_of_bounded_temporaries(monkeypatch):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 6, 5)), jnp.float32)
     blocks = Blocks(1, (4, 2))
-    whole = direction_on_mesh(x, blocks, EXACT)
+    whole = directions_on_mesh([x], blocks, EXACT)[0]
     one = 4 * sum(3 * rows * 5 + 3 * min(rows, 5) ** 2 for rows in (4, 2))
-    for at_once in (3, 1):
-        monkeypatch.setattr(muon, 'TEMPORARY_BYTES', at_once * one)
-        jaxpr = jax.make_jaxpr(lambda x: direction_on_mesh(x, blocks, EXACT))(x).jaxpr
+    for most, batches in ((3, 4), (1, 7)):  # of two: less is left empty than with three
+        monkeypatch.setattr(muon, 'TEMPORARY_BYTES', most * one)
+        jaxpr = jax.make_jaxpr(lambda x: directions_on_mesh([x], blocks, EXACT)[0])(x).jaxpr
         lengths = [e.params['length'] for e in jaxpr.eqns if e.primitive.name == 'scan']
-        assert 7 // at_once in lengths
-        got = direction_on_mesh(x, blocks, EXACT)
+        assert batches in lengths
+        got = directions_on_mesh([x], blocks, EXACT)[0]
         assert relative_error(got, whole) <= 1e-6
 
 

@@ -22,7 +22,7 @@ from k3jax.train.muon import (
     Blocks,
     MuonState,
     accumulated,
-    direction_on_mesh,
+    directions_on_mesh,
     muon_direction,
     newton_schulz,
 )
@@ -85,7 +85,7 @@ def test_an_update_has_the_rms_of_adam(dtype):
 
 
 _direction = jax.jit(
-    lambda x, blocks: direction_on_mesh(x, blocks, EXACT), static_argnames='blocks'
+    lambda x, blocks: directions_on_mesh([x], blocks, EXACT)[0], static_argnames='blocks'
 )
 
 
