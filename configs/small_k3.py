@@ -1,4 +1,4 @@
-"""A K3 of 18 million parameters for comparing training recipes on a CPU: the real vocabulary.
+"""A K3 of 17 million parameters for comparing training recipes on a CPU: the real vocabulary.
 
 Give it with `--set data.tokenizer=DIR`, DIR a released folder or one with its tiktoken.model. With
 bytes, a fifth of all tokens is the space, which no bias can share out among experts.

@@ -32,6 +32,8 @@ def _rows(run: str) -> tuple[str, list[dict]]:
 
 def main(_: Sequence[str]) -> None:
     runs = dict(_rows(run) for run in _RUNS.value)
+    if _METRICS.present and not _PNG.value:
+        raise ValueError('--metrics: what to plot, but there is no --png to draw it to')
     if _PNG.value and not epath.Path(_PNG.value).parent.is_dir():
         raise ValueError(f'--png={_PNG.value}: there is no such folder; make it first')
     print(markdown({name: summary(rows, _TARGET.value) for name, rows in runs.items()}))

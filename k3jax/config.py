@@ -261,7 +261,7 @@ class MuonConfig:
     nesterov: bool = False
     coefficients: tuple[float, ...] = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz polynomial
     steps: int = 5  # of Newton-Schulz
-    dtype: Dtype = 'bfloat16'  # of its products' operands
+    dtype: Dtype = 'bfloat16'  # of its products' operands and what chips exchange
     update_rms: float = 0.2  # of an update, before the learning rate: that of Adam
     split_kv_b: bool = True  # keys and values of a head are two blocks
     router: bool = True  # False: AdamW moves the router

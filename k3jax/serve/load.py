@@ -24,6 +24,7 @@ from k3jax.model.layout import Leaf, model_leaves
 from k3jax.model.plan import stack_params, unstack_params
 from k3jax.model.run import Run
 from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, is_workdir, read_config
+from k3jax.train.host_memory import HOST
 from pallas_kernels.common.platform import implementation_on
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4
 
@@ -47,7 +48,8 @@ class Loaded:
 def workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
     """The float32 masters of a workdir's newest checkpoint, by layer, on the host."""
     trained = Kimi(config, Run(jnp.dtype('float32'), jnp.dtype('float32')), scan_layers)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever mesh it was trained on
+    # Whatever mesh it was trained on; a chip may be too small for it.
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
         jax.eval_shape(lambda key: init_params(trained, key), jax.random.key(0)),

@@ -297,7 +297,11 @@ class Trainer:
                     'step_ms': 1000 * seconds / max(1, tokens) * batch['tokens'].size,
                 }
                 tokens = 0
-                values |= {name: np.asarray(x).tolist() for name, x in metrics.items() if x.ndim}
+                values |= {
+                    name: np.asarray(x).tolist()
+                    for name, x in metrics.items()
+                    if x.ndim or name == 'z_loss'
+                }
                 writer.write(step, values)
                 if step == first + 1:  # it compiled; the others tell the pace
                     started, eta = time.perf_counter(), None

@@ -60,7 +60,8 @@ def newton_schulz(
     Args:
       x: [..., n, m]; products in `config.dtype`, sums in float32.
       rows, columns: one of them may be cut, inside `shard_map`: x is then this chip's part, and the
-        chips share the products. They exchange what the products take, in `config.dtype`.
+        chips share the products. They exchange what the products take, in `config.dtype`, and
+        sums.
 
     Returns:
       Like x, float32 (float64 for float64 x).
@@ -165,7 +166,10 @@ def directions_on_mesh(
     parts of the other chips' matrices for the missing parts of its own (`all_to_all`). The products
     of these are shared along the other cut, unless that goes through blocks: then these matrices
     are gathered. A block of rows that lies whole on a chip counts as a matrix. The matrices of all
-    arrays are shared out together. What is exchanged is rounded as the products round it.
+    arrays are shared out together. Chips along axes that cut neither do the same work.
+
+    Momentum and directions are rounded to `config.dtype`, in which they are exchanged; on a single
+    chip too.
 
     Args:
       xs: [..., rows, columns], alike in these two and in how they are cut; axes before them may be
@@ -174,7 +178,7 @@ def directions_on_mesh(
       mesh, specs: how each of xs is cut, and its result; None on a single chip.
 
     Returns:
-      [..., rows, columns] float32 of each.
+      [..., rows, columns] float32 (float64 for float64) of each.
     """
     assert all(x.shape[-2] == blocks.num_rows for x in xs), ([x.shape for x in xs], blocks)
     if mesh is None:
@@ -209,15 +213,17 @@ def _on_each_chip(
     if spread.chips > 1:
         x = _padded(x, -len(x) % spread.chips)
         x = lax.all_to_all(x, spread.axes, 0, dim, tiled=True)
-    x = _shared(x, blocks, config, *((rows, WHOLE) if by_columns else (WHOLE, columns)))
+    x = _of_share(x, blocks, config, *((rows, WHOLE) if by_columns else (WHOLE, columns)))
     if spread.chips > 1:
         x = lax.all_to_all(x, spread.axes, dim, 0, tiled=True)
     parts = jnp.split(x[: starts[-1]], starts[:-1])
     return [part.reshape(shape).astype(exact) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _shared(x: jax.Array, blocks: Blocks, config: MuonConfig, rows: Cut, columns: Cut) -> jax.Array:
-    """The directions of matrices x, in its dtype, that some chips share."""
+def _of_share(
+    x: jax.Array, blocks: Blocks, config: MuonConfig, rows: Cut, columns: Cut
+) -> jax.Array:
+    """The directions of a share of the matrices, which the chips along the other cut have too."""
     if rows.chips == 1 or blocks.is_single:
         return _by_batches(x, blocks, config, rows, columns)
     part = x.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,20 +12,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import ConfigError, ModelConfig, OptimizerConfig
 from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
 from k3jax.model.param import map_leaves
-from k3jax.model.plan import Plan
 from k3jax.train.host_memory import on_chip, sent_home, waits
 from k3jax.train.muon import Blocks, MuonState, accumulated, directions_on_mesh
 
 # Leaves ordered after each other: while one is computed, the next may come from the host's memory
 # or the last go there.
 LEAVES_AT_ONCE = 2
-WHOLE_BYTES = 2**30  # of a parameter on a chip; of a larger one that waits, a layer comes at a time
+WHOLE_BYTES = 2**30  # of a parameter on a chip; a larger one that waits comes in parts
 
 # What a parameter is to the optimizer. heads: a matrix whose rows are those of one head after the
 # other; keys_and_values: so, and in each head first the keys' rows; matrix: a single one, or one
@@ -76,11 +76,6 @@ def _label(name: str, leaf: Leaf, config: OptimizerConfig) -> Label:
     return 'decayed' if leaf.init == 'normal' and len(leaf.shape) > 1 else 'plain'
 
 
-def labels_of(config: OptimizerConfig, model: ModelConfig, plan: Plan) -> dict[str, Any]:
-    """What moves each leaf of the model's tree: Muon, AdamW with or without decay, or nothing."""
-    return map_leaves(lambda name, leaf, lead: _label(name, leaf, config), model, plan)
-
-
 def blocks_of(name: str, leaf: Leaf, model: ModelConfig, split_kv_b: bool) -> Blocks:
     """The matrices in a leaf that Muon moves."""
     rows, group = leaf.shape[-2], group_of(name)
@@ -119,15 +114,16 @@ LeafState = AdamState | MuonState | optax.EmptyState
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What moves a leaf; where that is Muon, the matrices in it and how the mesh cuts it.
+    """What moves a leaf.
 
-    stacked: its first axis numbers layers.
+    blocks: the matrices in it, where that is Muon. spec: how a mesh cuts it. lead: its leading axes
+    that number layers.
     """
 
     label: Label
     blocks: Blocks | None = None
     spec: PartitionSpec | None = None
-    stacked: bool = False
+    lead: int = 0
 
 
 class _Scalars(NamedTuple):
@@ -140,7 +136,7 @@ class _Scalars(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """A leaf, or a layer of one, on its way through the update.
+    """A leaf, or a part of one, on its way through the update.
 
     correction: what is then done to the parameter. home: its abstract parameter and state, if they
     may have to be sent to the host's memory.
@@ -153,8 +149,17 @@ class _Leaf(NamedTuple):
     param: jax.Array
     state: LeafState
 
-    def of(self, grad: jax.Array, param: jax.Array, state: LeafState) -> _Leaf:
+    def having(self, grad: jax.Array, param: jax.Array, state: LeafState) -> _Leaf:
         return self._replace(grad=grad, param=param, state=state)
+
+    @property
+    def matrices(self) -> tuple[Any, ...] | None:
+        """What leaves that Muon moves together have alike; None for others."""
+        rule, param = self.rule, self.param
+        if rule.label != 'muon':
+            return None
+        cut = None if rule.spec is None else tuple(rule.spec[-2:])
+        return rule.blocks, cut, param.shape[-2:], param.dtype, self.grad.dtype, waits(param)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +204,7 @@ class Optimizer:
         Matrices that are alike are moved by Muon together. What waits in the host's memory, or is
         moved by Muon, is not begun before the last but LEAVES_AT_ONCE of these is done, and sent
         home: neither all states nor all temporaries are on a chip together. A large leaf comes and
-        goes layer by layer. Other leaves XLA may order as it likes.
+        goes in parts of some layers. Other leaves XLA may order as it likes.
 
         Args:
           grads: a tree like params, sums of `count` gradients, of any float dtype.
@@ -225,9 +230,9 @@ class Optimizer:
             # wherever the state lies.
             arrays = [(leaf.grad, leaf.param, leaf.state) for leaf in members]
             arrays, _ = lax.optimization_barrier((arrays, done[-LEAVES_AT_ONCE] if ordered else ()))
-            members = [leaf.of(*new) for leaf, new in zip(members, arrays, strict=True)]
-            if self._comes_by_layers(members[0]):
-                results = [self._moved_by_layers(members[0], scalars)]
+            members = [leaf.having(*new) for leaf, new in zip(members, arrays, strict=True)]
+            if axes := self._parts(members[0]):
+                results = [self._moved_in_parts(members[0], axes, scalars)]
             else:
                 results = self._moved(members, scalars)
             for i, result in zip(group, results, strict=True):
@@ -236,50 +241,64 @@ class Optimizer:
                 done.append(results)
         return tuple(map(tree.unflatten, zip(*moved, strict=True)))
 
-    def _bytes(self, param: jax.Array) -> float:
-        """Of a parameter on a chip."""
-        return param.size * param.dtype.itemsize / (1 if self.mesh is None else self.mesh.size)
+    def _bytes(self, leaf: _Leaf) -> int:
+        """Of its parameter on a chip."""
+        shape = leaf.param.shape
+        if self.mesh is not None and leaf.rule.spec is not None:
+            shape = NamedSharding(self.mesh, leaf.rule.spec).shard_shape(shape)
+        return math.prod(shape) * leaf.param.dtype.itemsize
 
     def _together(self, leaves: Sequence[_Leaf]) -> list[list[int]]:
         """The leaves that move, by their numbers: like matrices together, others alone."""
         groups: list[list[int]] = []
         last: dict[Any, list[int]] = {}
-        for i, (rule, correction, _, grad, param, _) in enumerate(leaves):
-            if rule.label == 'held' and correction is None:
+        for i, leaf in enumerate(leaves):
+            if leaf.rule.label == 'held' and leaf.correction is None:
                 continue
-            if rule.label == 'muon':
-                cut = None if rule.spec is None else tuple(rule.spec[-2:])
-                alike = rule.blocks, param.shape[-2:], param.dtype, grad.dtype, cut, waits(param)
-                group = last.get(alike, [])
-                size = sum(self._bytes(leaves[j].param) for j in (*group, i))
-                if group and size <= WHOLE_BYTES:
-                    group.append(i)
-                    continue
-                last[alike] = [i]
-            groups.append(last[alike] if rule.label == 'muon' else [i])
+            kind = leaf.matrices
+            group = None if kind is None else last.get(kind)
+            if group and sum(self._bytes(leaves[j]) for j in (*group, i)) <= WHOLE_BYTES:
+                group.append(i)
+                continue
+            groups.append([i])
+            last[kind] = groups[-1]
         return groups
 
-    def _comes_by_layers(self, leaf: _Leaf) -> bool:
-        large = self._bytes(leaf.param) > WHOLE_BYTES
-        return leaf.rule.stacked and large and waits(leaf.param) and leaf.correction is None
+    def _parts(self, leaf: _Leaf) -> int:
+        """How many leading axes number the parts in which a leaf comes, 0 where it comes whole."""
+        if not waits(leaf.param) or leaf.correction is not None:
+            return 0
+        size, axes = self._bytes(leaf), 0
+        while size > WHOLE_BYTES and axes < leaf.rule.lead:
+            size //= leaf.param.shape[axes]
+            axes += 1
+        return axes
 
-    def _moved_by_layers(self, leaf: _Leaf, scalars: _Scalars) -> tuple[jax.Array, LeafState]:
+    def _moved_in_parts(
+        self, leaf: _Leaf, axes: int, scalars: _Scalars
+    ) -> tuple[jax.Array, LeafState]:
+        lead = leaf.param.shape[:axes]
+
+        def start(i: jax.Array, x: jax.Array) -> tuple[jax.Array | int, ...]:
+            return (*jnp.unravel_index(i, lead), *[0] * (x.ndim - axes))
+
         def move(i: jax.Array, arrays: Any) -> Any:
-            layer = jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, i, keepdims=True), (leaf.grad, *arrays)
+            part = jax.tree.map(
+                lambda x: lax.dynamic_slice(x, start(i, x), (1,) * axes + x.shape[axes:]),
+                (leaf.grad, *arrays),
             )
-            (new,) = self._moved([leaf.of(*layer)], scalars)
+            (new,) = self._moved([leaf.having(*part)], scalars)
             return jax.tree.map(
-                lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), arrays, new
+                lambda x, y: lax.dynamic_update_slice(x, y, start(i, x)), arrays, new
             )
 
-        return lax.fori_loop(0, leaf.param.shape[0], move, (leaf.param, leaf.state))
+        return lax.fori_loop(0, math.prod(lead), move, (leaf.param, leaf.state))
 
     def _moved(
         self, leaves: Sequence[_Leaf], scalars: _Scalars
     ) -> list[tuple[jax.Array, LeafState]]:
-        """Leaves of one kind, or a layer of one, and their states after the step."""
-        leaves = [leaf.of(leaf.grad, *on_chip((leaf.param, leaf.state))) for leaf in leaves]
+        """Leaves of one kind, or a part of one, and their states after the step."""
+        leaves = [leaf.having(leaf.grad, *on_chip((leaf.param, leaf.state))) for leaf in leaves]
         results = []
         for leaf, (direction, state) in zip(leaves, self._directions(leaves, scalars), strict=True):
             param = leaf.param
@@ -326,7 +345,7 @@ def _clipped(grad: jax.Array, norm: jax.Array, most: float) -> jax.Array:
 def make_optimizer(
     config: OptimizerConfig, num_steps: int, model: Kimi, mesh: Mesh | None = None
 ) -> Optimizer:
-    """What `labels_of` says of the model's parameters; mesh: that its `run.parallel` cuts.
+    """By the group of each of the model's parameters; mesh: that its `run.parallel` cuts.
 
     Raises:
       ConfigError: no group has a parameter, or its rows do not divide by the heads.
@@ -334,14 +353,12 @@ def make_optimizer(
     parallel = model.run.parallel
 
     def rule(name: str, leaf: Leaf, lead: tuple[int, ...]) -> Rule:
-        label = _label(name, leaf, config)
-        if label != 'muon':
-            return Rule(label, stacked=bool(lead))
-        blocks = blocks_of(name, leaf, model.config, config.muon.split_kv_b)
-        if parallel is None:
-            return Rule(label, blocks, stacked=bool(lead))
-        spec = PartitionSpec(*[None] * len(lead), *parallel.spec(leaf))
-        return Rule(label, blocks, spec, bool(lead))
+        label, blocks, spec = _label(name, leaf, config), None, None
+        if label == 'muon':
+            blocks = blocks_of(name, leaf, model.config, config.muon.split_kv_b)
+        if parallel is not None:
+            spec = PartitionSpec(*[None] * len(lead), *parallel.spec(leaf))
+        return Rule(label, blocks, spec, len(lead))
 
     rules = map_leaves(rule, model.config, model.plan)
     mesh = None if parallel is None else mesh

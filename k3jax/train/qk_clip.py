@@ -11,10 +11,11 @@ from k3jax.config import ModelConfig
 def clip_factor(max_logit: jax.Array, threshold: float) -> jax.Array:
     """min(1, threshold / max_logit) for each head; exactly 1 where nothing is to be done.
 
-    So is it for a head that saw no token (-inf) or whose logit is no number, which the training
-    loop refuses.
+    So is it for a head that saw no token (-inf), or whose logit is infinite or no number, which the
+    training loop refuses.
     """
-    return jnp.where(max_logit > threshold, threshold / max_logit, 1.0)
+    over = (max_logit > threshold) & jnp.isfinite(max_logit)
+    return jnp.where(over, threshold / max_logit, 1.0)
 
 
 def row_factors(name: str, factor: jax.Array, config: ModelConfig) -> jax.Array | None:

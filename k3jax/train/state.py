@@ -66,17 +66,13 @@ def abstract_state(
     parallel, specs = model.run.parallel, {}
     if parallel is not None:
         tree = param_specs(model.config, model.plan, parallel)
-        specs = {
-            _names(path): spec
-            for path, spec in jax.tree_util.tree_leaves_with_path(
-                tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
-            )
-        }
+        paths = jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+        specs = {_names(path): spec for path, spec in paths}
 
     def place(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        names = _names(path)
-        tails = (names[start:] for start in range(len(names)))
-        spec = next((specs[tail] for tail in tails if tail in specs), PartitionSpec())
+        spec = specs.get(_names(path), PartitionSpec())
         sharding = NamedSharding(mesh, spec)
         if state_memory == HOST and x.ndim:
             sharding = sharding.with_memory_kind(HOST)
@@ -96,6 +92,8 @@ def chip_bytes(abstract: Any) -> int:
 
 def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> None:
     """Refuses a state that, with the working copy and its gradient, cannot lie on a chip.
+
+    Activations and temporaries, among them the sum that gradient accumulation keeps, are not in it.
 
     limit: the chip's bytes; None where they are not known.
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs import kimi_k3, kimi_k3_pod
@@ -21,7 +21,7 @@ from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.rules import AXES
 from k3jax.parallel.shard import Parallel
 from k3jax.train import muon
-from k3jax.train.muon import Blocks, directions_on_mesh
+from k3jax.train.muon import WHOLE, Blocks, Cut, directions_on_mesh, newton_schulz
 from k3jax.train.optim import Optimizer, Rule, make_optimizer
 from tests import tiny
 from tests.compare import relative_error
@@ -118,10 +118,10 @@ def test_in_float64_a_mesh_changes_nothing_but_the_last_bits(name):
 
 
 def test_arrays_together_move_as_each_alone():
-    """Of other depths and with experts; shares of five and nine matrices among four chips."""
+    """Of other depths and with experts; 13 matrices for four chips."""
     mesh, blocks = mesh_of(MESHES['all']), Blocks(1, (24,))
     shapes = {
-        (5, 24, 32): P(None, OTHER, 'expert'),
+        (6, 24, 32): P(None, OTHER, 'expert'),
         (24, 32): P(OTHER, 'expert'),
         (3, 2, 24, 32): P(None, None, OTHER, 'expert'),
     }
@@ -138,6 +138,32 @@ def test_arrays_together_move_as_each_alone():
         assert relative_error(got, want) <= 2e-6
     text = joined.lower(xs).as_text()
     assert text.count('stablehlo.all_to_all') == 2
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+    ('shape', 'dim'),
+    [((8, 20), 0), ((20, 8), 1), ((8, 20), 1), ((20, 8), 0), ((3, 20), 1), ((20, 3), 0)],
+    ids=['short', 'short tall', 'long', 'long tall', 'long uneven', 'long uneven tall'],
+)
+def test_newton_schulz_of_a_matrix_that_chips_share(shape, dim, dtype):
+    """The longer side of three rows: their Gram matrix is whole on each of the four chips."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ('data',))
+    config, spec = MuonConfig(dtype=dtype), P(None, *('data' if i == dim else None for i in (0, 1)))
+    cuts = [Cut(('data',), 4) if i == dim else WHOLE for i in (0, 1)]
+    x = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+    shared = jax.shard_map(
+        lambda x: newton_schulz(x, config, *cuts),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    exact = np.stack([muon_oracle.newton_schulz(one) for one in x])
+    error = relative_error(jax.jit(shared)(x), exact)
+    alone = relative_error(newton_schulz(jnp.asarray(x), config), exact)
+    assert error <= (3e-6 if dtype == 'float32' else 1.5 * alone), (error, alone)
+    assert alone <= 0.1
 
 
 def sizes_in(jaxpr):

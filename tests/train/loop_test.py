@@ -90,9 +90,11 @@ def test_a_finished_run_has_nothing_left_to_do(config, tmp_path):
 
 
 def test_the_newest_checkpoints_are_kept(config, tmp_path):
-    trainer(with_train(config, keep_checkpoints=2), tmp_path / 'a').run()
+    trainer(with_train(config, keep_checkpoints=2, z_loss=1e-4), tmp_path / 'a').run()
     kept = sorted(int(path.name) for path in (tmp_path / 'a/checkpoints').iterdir())
     assert kept == [4, 6]
+    lines = (tmp_path / 'a/metrics.jsonl').read_text().splitlines()
+    assert all(json.loads(line)['z_loss'] > 0 for line in lines)
 
 
 def damage(checkpoint: pathlib.Path) -> None:

@@ -121,14 +121,53 @@ def test_momentum_accumulates_as_published(nesterov):
         np.testing.assert_allclose(state.momentum, momentum, rtol=1e-6)
 
 
-def groups(model):
+def rules_by_name(model):
+    """Name -> what moves the parameters of this name, and the blocks in them."""
     names = {}
-    plan = depth_plan(model)
-    labels = optim.labels_of(OptimizerConfig(name='muon'), model, plan)
-    for path, label in jax.tree_util.tree_leaves_with_path(labels):
-        names.setdefault(path[-1].key, set()).add(label)
-    assert all(len(found) == 1 for found in names.values())
-    return {name: found.pop() for name, found in names.items()}
+    run = Run(jnp.dtype('float32'), jnp.dtype('float32'))
+    optimizer = optim.make_optimizer(OptimizerConfig(name='muon'), 1000, Kimi(model, run))
+    for path, rule in jax.tree_util.tree_leaves_with_path(optimizer.rules):
+        names.setdefault(path[-1].key, set()).add((rule.label, rule.blocks))
+    return names
+
+
+def groups(model):
+    labels = {name: {label for label, _ in found} for name, found in rules_by_name(model).items()}
+    assert all(len(found) == 1 for found in labels.values())
+    return {name: found.pop() for name, found in labels.items()}
+
+
+@pytest.mark.parametrize(
+    ('config', 'heads'),
+    [
+        (
+            kimi_k3,
+            {
+                'q_proj': {Blocks(96, (128,))},
+                'k_proj': {Blocks(96, (128,))},
+                'v_proj': {Blocks(96, (128,))},
+                'q_b_proj': {Blocks(96, (192,))},
+                'kv_b_proj': {Blocks(96, (128, 128))},
+            },
+        ),
+        (
+            kimi_linear_48b,
+            {
+                'q_proj': {Blocks(32, (128,)), Blocks(32, (192,))},  # KDA's and MLA's
+                'k_proj': {Blocks(32, (128,))},
+                'v_proj': {Blocks(32, (128,))},
+                'kv_b_proj': {Blocks(32, (128, 128))},
+            },
+        ),
+    ],
+)
+def test_queries_keys_and_values_move_head_by_head_and_nothing_else_does(config, heads):
+    found = {}
+    for name, rules in rules_by_name(config.get_config().model).items():
+        blocks = {blocks for _, blocks in rules if blocks is not None}
+        if any(not x.is_single for x in blocks):
+            found[name] = blocks
+    assert found == heads
 
 
 @pytest.mark.parametrize('config', [kimi_k3, kimi_linear_48b])
@@ -186,9 +225,9 @@ def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
         'plain': optim.AdamState,
         'held': optax.EmptyState,
     }
-    labels, tree = jax.tree.flatten(optim.labels_of(config, model, plan))
-    for label, found in zip(labels, tree.flatten_up_to(state), strict=True):
-        assert type(found) is kinds[label]
+    rules, tree = jax.tree.flatten(optimizer.rules)
+    for rule, found in zip(rules, tree.flatten_up_to(state), strict=True):
+        assert type(found) is kinds[rule.label]
 
     def at(tree, *names):
         found = [

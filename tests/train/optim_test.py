@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MuonConfig, OptimizerConfig
 from k3jax.model.kimi import Kimi
@@ -117,8 +118,7 @@ def update_of(settings, memory):
 
     norm = jax.ShapeDtypeStruct((), jnp.float32)
     jaxpr = jax.make_jaxpr(update)(grads, state.opt_state, state.params, norm).jaxpr
-    labels = optim.labels_of(settings, CONFIG, MODEL.plan)
-    labels = collections.Counter(jax.tree.leaves(labels))
+    labels = collections.Counter(rule.label for rule in jax.tree.leaves(optimizer.rules))
     pairs = zip(*map(jax.tree.leaves, (optimizer.rules, state.params)), strict=True)
     kinds = {(rule.blocks, x.shape[-2:]) for rule, x in pairs if rule.label == 'muon'}
     return jaxpr, labels, len(kinds) + labels['decayed'] + labels['plain']
@@ -171,15 +171,44 @@ def test_a_correction_is_the_last_word_on_a_parameter():
     np.testing.assert_array_equal(got['a']['b'], np.full(3, 6.0))
 
 
-def test_a_large_leaf_comes_layer_by_layer_to_the_same_update(monkeypatch):
+def test_a_correction_is_of_one_leaf_of_a_group(monkeypatch):
+    """Also where the group's bytes are too many, and it is two."""
+    rules = {name: optim.Rule('muon', Blocks(1, (4,))) for name in 'abc'}
+    optimizer = optim.Optimizer(SETTINGS, lambda step: 1e-2, rules)
+    params = {name: jnp.asarray(random(i, (2, 4, 5))) for i, name in enumerate('abc')}
+    grads = jax.tree.map(jnp.cos, params)
+    state = optimizer.init(params)
+    alone = {}
+    for name in 'abc':
+        one = optim.Optimizer(SETTINGS, optimizer.schedule, {name: rules[name]})
+        inputs = ({name: x[name]} for x in (grads, state, params))
+        alone |= one.update(*inputs, 0, norm=1.0)[0]
+    for whole_bytes in (2**30, 2 * 4 * 40):
+        monkeypatch.setattr(optim, 'WHOLE_BYTES', whole_bytes)
+        corrections = {('b',): lambda x: -x}
+        got, _ = optimizer.update(grads, state, params, 0, norm=1.0, corrections=corrections)
+        for name, sign in zip('abc', (1, -1, 1), strict=True):
+            assert relative_error(got[name], sign * alone[name]) <= 1e-6
+
+
+def test_bytes_on_a_chip_are_those_that_the_mesh_leaves_it():
+    mesh = AbstractMesh((4, 2), ('data', 'expert'), axis_types=(AxisType.Auto,) * 2)
+    optimizer = optim.Optimizer(SETTINGS, lambda step: 1e-2, {}, mesh)
+    param = jax.ShapeDtypeStruct((3, 8, 6), jnp.float32)
+    for spec, size in ((P(None, 'data', 'expert'), 72), (P(None, None, 'expert'), 288), (P(), 576)):
+        leaf = optim._Leaf(optim.Rule('plain', spec=spec), None, (), param, param, None)
+        assert optimizer._bytes(leaf) == size
+
+
+def test_a_large_leaf_comes_in_parts_to_the_same_update(monkeypatch):
     settings = dataclasses.replace(SETTINGS, muon=MuonConfig(dtype='float32'))
     rules = {
-        'experts': optim.Rule('muon', Blocks(1, (5,)), stacked=True),
-        'norm': optim.Rule('plain', stacked=True),
+        'experts': optim.Rule('muon', Blocks(1, (5,)), lead=2),
+        'norm': optim.Rule('plain', lead=1),
         'lm_head': optim.Rule('decayed'),
     }
     optimizer = optim.Optimizer(settings, lambda step: 1e-2, rules)
-    shapes = {'experts': (3, 2, 5, 7), 'norm': (3, 7), 'lm_head': (9, 7)}
+    shapes = {'experts': (3, 2, 2, 5, 7), 'norm': (3, 7), 'lm_head': (9, 7)}
     params = {name: jnp.asarray(random(1, shape)) for name, shape in shapes.items()}
     grads = {name: jnp.asarray(random(2, shape)) for name, shape in shapes.items()}
     state = jax.tree.map(lambda x: x + 0.5, optimizer.init(params))
@@ -191,18 +220,20 @@ def test_a_large_leaf_comes_layer_by_layer_to_the_same_update(monkeypatch):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host), (params, state)
     )
 
-    for whole_bytes, loops in ((2**30, 0), (4 * 63, 1)):  # the experts alone are larger
+    for whole_bytes, parts in ((2**30, 1), (4 * 140, 3), (4 * 70, 6)):  # of the experts
         monkeypatch.setattr(optim, 'WHOLE_BYTES', whole_bytes)
         update = functools.partial(optimizer.update, norm=jnp.float32(9.0), placed=placed)
         traced = jax.jit(update, out_shardings=host).trace(grads, waiting[1], waiting[0], 3)
         inside = [e for e in traced.jaxpr.eqns if e.primitive.name in ('scan', 'while')]
+        lengths = {e.params.get('length') for e in inside}
         inside = [list(jaxprs_in_params(e.params)) for e in inside]
         brought = [
             sum(e.primitive.name == 'device_put' and on_host(e.invars[0]) for e in jaxpr.eqns)
             for jaxpr in (traced.jaxpr, *itertools.chain.from_iterable(inside))
         ]
-        assert brought[0] == 2 + 3 + 3 - 2 * loops
-        assert [n for n in brought[1:] if n] == [2] * loops
+        assert brought[0] == (2 + 3 + 3 if parts == 1 else 3 + 3)
+        assert [n for n in brought[1:] if n] == [2] * (parts > 1)
+        assert parts == 1 or parts in lengths
         got = traced.lower().compile()(grads, waiting[1], waiting[0], 3)
         assert {x.sharding.memory_kind for x in jax.tree.leaves(got)} == {'pinned_host'}
         # What XLA fuses differs, and so may a last bit.

@@ -25,8 +25,6 @@ def layer(config, scale):
     params[queries] *= np.repeat(scale, config.qk_head_dim)[:, None].astype(np.float32)
     return params, rng.standard_normal((2, 9, config.hidden_size)).astype(np.float32)
 
-    return mla_leaves(config)
-
 
 def top_logits(params, x, config):
     *_, seen = mla.mla_mixer(params, x, config, segment_ids=None, cache=None, length=None, run=RUN)
@@ -74,8 +72,8 @@ def test_factors_of_the_specification():
 
 
 def test_at_the_threshold_and_without_a_token_nothing_happens():
-    logits = jnp.float32([100.0, -np.inf, np.nan, -3.0])
-    assert np.array_equal(clip_factor(logits, 100.0), np.ones(4))
+    logits = jnp.float32([100.0, -np.inf, np.nan, np.inf, -3.0])
+    assert np.array_equal(clip_factor(logits, 100.0), np.ones(5))
 
 
 def test_the_query_takes_the_whole_factor_where_the_key_is_shared():

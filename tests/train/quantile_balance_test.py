@@ -205,9 +205,9 @@ def test_momentum_keeps_a_part_of_the_old_bias():
 
 
 def test_counts_beyond_float32_are_exact():
-    """2^24 + 1 tokens in one bin less would move the quantile by a bin."""
-    half = (1 << 26) + 1
-    histogram = jnp.asarray([[half, 0, half], [half, 1, half - 1]], jnp.int32)
+    """Half of the tokens are in the first bin; one of 2^26 more would be bins away."""
+    half = (1 << 26) + 7  # not a float32
+    histogram = jnp.asarray([[half, 0, half], [half, half, 0]], jnp.int32)
     bias = jnp.zeros(2, jnp.float32)
     got = estimated_bias(histogram, bias, 1)
     # q is half of the tokens: all of the first bin, to its upper edge, for both experts.
