@@ -46,6 +46,14 @@ IDS = [5, 17, 200, 3, 400, 97, 12]
 SLOW = pytest.mark.slow
 
 
+@pytest.fixture(scope='module', autouse=True)
+def optimised():
+    """Programs of training and serving have the same last bits only as users compile them."""
+    jax.config.update('jax_disable_most_optimizations', False)
+    yield
+    jax.config.update('jax_disable_most_optimizations', True)
+
+
 @pytest.fixture(
     scope='module',
     params=[
