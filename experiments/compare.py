@@ -27,15 +27,26 @@ def _rows(run: str) -> tuple[str, list[dict]]:
     path = epath.Path(workdir) / 'metrics.jsonl'
     if not path.exists():
         raise ValueError(f'--runs: {workdir} has no metrics.jsonl; train there first')
-    return name, read_metrics(path)
+    rows = read_metrics(path)
+    if not any('loss' in row for row in rows):
+        raise ValueError(f'--runs: {path} has no logged loss; train there first')
+    return name, rows
 
 
 def main(_: Sequence[str]) -> None:
+    names = [run.partition('=')[0] for run in _RUNS.value]
+    if len(set(names)) < len(names):
+        raise ValueError(f'--runs: got the names {", ".join(names)}, wanted each once')
     runs = dict(_rows(run) for run in _RUNS.value)
     if _METRICS.present and not _PNG.value:
         raise ValueError('--metrics: what to plot, but there is no --png to draw it to')
     if _PNG.value and not epath.Path(_PNG.value).parent.is_dir():
         raise ValueError(f'--png={_PNG.value}: there is no such folder; make it first')
+    known = sorted({name for rows in runs.values() for row in rows for name in row} - {'step'})
+    if _PNG.value and (not _METRICS.value or not set(_METRICS.value) <= set(known)):
+        raise ValueError(
+            f'--metrics: got {",".join(_METRICS.value)}, wanted some of {", ".join(known)}'
+        )
     print(markdown({name: summary(rows, _TARGET.value) for name, rows in runs.items()}))
     if _PNG.value:
         epath.Path(_PNG.value).write_bytes(plot(runs, _METRICS.value))

@@ -51,6 +51,10 @@ def main(argv: list[str]) -> None:
         export(_SOURCE.value, _TARGET.value, progress)
         print(f'released layout in {_TARGET.value}')
         return
+    if is_workdir(_SOURCE.value):
+        raise ValueError(
+            f'--source={_SOURCE.value}: a training workdir, which is exported with --to=safetensors'
+        )
     if (epath.Path(_SOURCE.value) / CONVERSION_FILE).exists():
         raise ValueError(
             f'--source={_SOURCE.value}: already a converted folder; add --to=safetensors to write '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal, get_args
 
 HiddenAct = Literal['situ', 'silu']
@@ -29,12 +30,12 @@ def _require(ok: bool, where: str, got: Any, wanted: str) -> None:
 
 def _positive(where: str, **fields: int | float) -> None:
     for name, value in fields.items():
-        _require(value > 0, f'{where}.{name}', value, 'a number above 0')
+        _require(0 < value < math.inf, f'{where}.{name}', value, 'a number above 0')
 
 
 def _not_negative(where: str, **fields: int | float) -> None:
     for name, value in fields.items():
-        _require(value >= 0, f'{where}.{name}', value, '0 or more')
+        _require(0 <= value < math.inf, f'{where}.{name}', value, '0 or more')
 
 
 def _seed(where: str, value: int) -> None:
@@ -269,9 +270,13 @@ class MuonConfig:
     def __post_init__(self) -> None:
         where = 'optimizer.muon'
         _require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
-        _positive(where, steps=self.steps, update_rms=self.update_rms)
+        _positive(where, update_rms=self.update_rms)
+        _require(1 <= self.steps <= 100, f'{where}.steps', self.steps, '1 to 100')
         _require(
-            len(self.coefficients) == 3, f'{where}.coefficients', self.coefficients, 'three numbers'
+            len(self.coefficients) == 3 and all(map(math.isfinite, self.coefficients)),
+            f'{where}.coefficients',
+            self.coefficients,
+            'three finite numbers',
         )
         _require(
             self.dtype in get_args(Dtype), f'{where}.dtype', self.dtype, "'float32' or 'bfloat16'"
@@ -288,7 +293,7 @@ class QuantileBalanceConfig:
 
     def __post_init__(self) -> None:
         where = 'optimizer.quantile_balance'
-        _require(self.bins >= 2, f'{where}.bins', self.bins, '2 or more')
+        _require(2 <= self.bins <= 1 << 20, f'{where}.bins', self.bins, '2 to 2^20')
         _require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
 
 
@@ -436,8 +441,11 @@ class QuantisationConfig:
 
 
 def check_quantisation(model: ModelConfig, quantisation: QuantisationConfig) -> None:
-    """Raises ConfigError for experts whose rows are no whole groups of 32."""
+    """Raises ConfigError for no experts, or ones whose rows are no whole groups of 32."""
     if quantisation.weights or quantisation.activations:
+        has_experts = any(map(model.is_moe, range(model.num_hidden_layers)))
+        wanted = 'none: no layer of the model has experts'
+        _require(has_experts, 'train.quantisation', dataclasses.asdict(quantisation), wanted)
         _whole_groups(model, 'which train.quantisation shares scales in')
 
 

@@ -1,6 +1,7 @@
 """Configs: values that cannot work, and dicts that are not a config, are errors with a name."""
 
 import json
+import math
 
 import pytest
 
@@ -77,8 +78,21 @@ def test_a_dict_that_is_not_a_model_config_is_refused_by_field(change, message):
         (
             config_lib.QuantileBalanceConfig,
             {'bins': 1},
-            'optimizer.quantile_balance.bins: got 1, wanted 2 or more',
+            r'optimizer.quantile_balance.bins: got 1, wanted 2 to 2\^20',
         ),
+        (
+            config_lib.QuantileBalanceConfig,
+            {'bins': 3_000_000_000},
+            'optimizer.quantile_balance.bins: got 3000000000',
+        ),
+        (config_lib.MuonConfig, {'steps': 3_000_000_000}, 'optimizer.muon.steps: got 3000000000'),
+        (config_lib.MuonConfig, {'update_rms': math.inf}, 'optimizer.muon.update_rms: got inf'),
+        (
+            config_lib.MuonConfig,
+            {'coefficients': (math.nan, 1.0, 1.0)},
+            r'optimizer.muon.coefficients: got \(nan, 1.0, 1.0\), wanted three finite numbers',
+        ),
+        (config_lib.TrainConfig, {'z_loss': math.inf}, 'train.z_loss: got inf'),
         (config_lib.TrainConfig, {'sample_tokens': -1}, 'train.sample_tokens: got -1, wanted 0 or'),
         (config_lib.TrainConfig, {'eval_every': -5}, 'train.eval_every: got -5, wanted 0 or more'),
         (config_lib.TrainConfig, {'sample_prompt': ''}, "train.sample_prompt: got '', wanted at"),

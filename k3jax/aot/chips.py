@@ -50,5 +50,8 @@ def chip_of(topology: str) -> Chip:
     """
     name = topology.split(':')[0]
     if name not in CHIPS:
-        raise ValueError(f'topology is {topology!r}, wanted one of {", ".join(CHIPS)} and a shape')
+        raise ValueError(
+            f'topology is {topology!r}, wanted one of {", ".join(CHIPS)} and a shape of chips: '
+            'v5p:2x2x1'
+        )
     return CHIPS[name]

@@ -88,7 +88,8 @@ def check_fits(config: Config, strategy: Strategy, num_devices: int) -> MeshConf
     problem = next(itertools.chain(counts, _problems(config, strategy, mesh)), None)
     if problem is None:
         return mesh
-    candidates = _factorised(mesh, num_devices)
+    whole = mesh if strategy == 'decode' else dataclasses.replace(mesh, tensor=1)
+    candidates = _factorised(whole, num_devices)
     fits = (other for other in candidates if not any(_problems(config, strategy, other)))
     shown = [_shape(other) or 'data=1' for other in itertools.islice(fits, MOST_PROPOSALS)]
     works = f'what fits: {"; ".join(shown)}' if shown else 'no mesh over these devices works'

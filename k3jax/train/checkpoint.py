@@ -61,6 +61,7 @@ def write_config(workdir: epath.Path, config: Config) -> None:
     temporary.replace(workdir / CONFIG_FILE)
 
 
+QUANTISED = ('weights', 'activations')
 _MUST_MATCH = (
     'model',
     'train.scan_layers',
@@ -78,8 +79,10 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             return [line for n in names for line in walk(a.get(n), b.get(n), f'{where}.{n}')]
         return [] if a == b else [f'{where} is {a!r} there, {b!r} here']
 
+    # It may be switched on, for the last part of a run, but then stays.
+    quantised = any((before['train'].get('quantisation') or {}).get(x) for x in QUANTISED)
     lines = []
-    for path in _MUST_MATCH:
+    for path in (*_MUST_MATCH, *(('train.quantisation',) if quantised else ())):
         a, b = before, now
         for name in path.split('.'):
             a, b = ((fields or {}).get(name) for fields in (a, b))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,14 +151,8 @@ class Trainer:
         self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
         memory_stats = self.mesh.local_devices[0].memory_stats() or {}
         check_state_fits(self._abstract, self.model, memory_stats.get('bytes_limit'))
-        try:
+        with self._writing():
             self.workdir.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                write_config(self.workdir, config)
-        except OSError as error:
-            raise OSError(
-                f'--workdir: {workdir} cannot be written ({error.strerror}); take another folder'
-            ) from None
         self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
         self._step = jax.jit(
             make_train_step(
@@ -173,17 +168,34 @@ class Trainer:
         )
         self._losses = losses_of(self.model, self.mesh, train.grad_accum_steps)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f'--workdir: {self.workdir} cannot be written ({error.strerror}); take another '
+                'folder'
+            ) from None
+
     def start(self) -> TrainState:
-        """The newest whole checkpoint, with the data put where it was; or a fresh state."""
+        """The newest whole checkpoint, with the data put where it was; or a fresh state.
+
+        The config is stored once the data is found to be that of the checkpoint.
+        """
         found = self.checkpoints.restore_newest(self._abstract)
+        if found is not None:
+            self.data.set_state(found[1])
+        if jax.process_index() == 0:
+            with self._writing():
+                write_config(self.workdir, self.config)
         if found is None:
             shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
             fresh = functools.partial(fresh_state, self.model, self.optimizer)
             key = jax.random.key(self.config.train.seed)
             # Each chip makes its own parts: no array is ever whole anywhere.
             return jax.jit(fresh, out_shardings=shardings)(key)
-        state, data_state = found
-        self.data.set_state(data_state)
+        state, _ = found
         logging.info('resumed from step %d', int(state.step))
         return state
 

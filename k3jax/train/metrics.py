@@ -82,19 +82,30 @@ def _drop_after(path: epath.Path, step: int) -> None:
 
 
 def read_metrics(path: epath.Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line cut by a kill is left out."""
+    """The records of a metrics file; a line that is none, as after a kill, is left out."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            logging.warning('%s: skipped a line that is not JSON: %.60s', path, line)
+            row = json.loads(line)
+        except ValueError:  # not JSON, or not UTF-8
+            row = None
+        if isinstance(row, dict) and isinstance(row.get('step'), int):
+            rows.append(row)
+        else:
+            logging.warning('%s: skipped a line that is no record: %.60r', path, line)
     return rows
 
 
 def plot_loss(workdir: epath.Path) -> None:
-    """Draws `loss.png` from `metrics.jsonl`: training loss and held-out loss over steps."""
-    rows = read_metrics(workdir / 'metrics.jsonl')
+    """Draws `loss.png` from `metrics.jsonl`: training loss and held-out loss over steps.
+
+    Nothing where there are no metrics any more.
+    """
+    path = workdir / 'metrics.jsonl'
+    if not path.exists():
+        logging.warning('%s: is gone, so no plot is drawn', path)
+        return
+    rows = read_metrics(path)
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
     for name, style in (('loss', '-'), ('held_out_loss', 'o--')):

@@ -110,7 +110,9 @@ def check_state_fits(abstract: TrainState, model: Kimi, limit: int | None) -> No
     if limit is not None and state + gradient > limit:
         gib = 2**30
         waits = all(map(placed_on_host, jax.tree.leaves(abstract.params)))
-        more = '' if waits else ', or optimizer.state_memory=pinned_host'
+        # With all of the state on the host, the working copy and its gradient are left.
+        helps = not waits and 2 * gradient <= limit
+        more = ', or optimizer.state_memory=pinned_host' if helps else ''
         raise ConfigError(
             f'mesh: a chip would hold {state / gib:.1f} GiB of parameters and optimizer state and '
             f'{gradient / gib:.1f} GiB of gradients, wanted at most {limit / gib:.1f} GiB; take '

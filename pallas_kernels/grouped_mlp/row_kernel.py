@@ -52,12 +52,16 @@ def over_parts(visit: Visits, tile: int, whole: Callable, part: Callable) -> Non
     is_full = (visit.low <= start) & (visit.high >= start + tile)
     pl.when(is_full)(whole)
     size = SUB_TILE if tile % SUB_TILE == 0 else tile
-    for offset in range(0, tile, size):
-        first = start + offset
+
+    def visit_part(i: jax.Array, carry: None) -> None:
+        first = start + i * size
         touches = (visit.low < first + size) & (visit.high > first)
-        pl.when(touches & jnp.logical_not(is_full))(
-            functools.partial(part, pl.ds(offset, size), first)
-        )
+        where = pl.ds(pl.multiple_of(i * size, size), size)
+        pl.when(touches)(functools.partial(part, where, first))
+        return carry
+
+    # A loop, not its parts one after the other: they were most of what compiling took.
+    pl.when(jnp.logical_not(is_full))(lambda: lax.fori_loop(0, tile // size, visit_part, None))
 
 
 def _kernel(*refs, table: Table, body: Callable, num_rows: int, num_inputs: int):

@@ -79,7 +79,7 @@ def test_data_takes_the_chips_that_the_other_axes_leave():
         (
             MeshConfig(tensor=2),
             {},
-            r'mesh.tensor: got 2, wanted 1: only decoding splits heads; no mesh',
+            r'mesh.tensor: got 2, wanted 1: only decoding splits heads; what fits: data=8',
         ),
         (
             MeshConfig(slices=3),

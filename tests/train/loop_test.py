@@ -12,8 +12,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
-from k3jax.config import Config, DataConfig, OptimizerConfig, TrainConfig
+from k3jax.config import Config, DataConfig, OptimizerConfig, QuantisationConfig, TrainConfig
 from k3jax.train import checkpoint as checkpoint_lib
 from k3jax.train.loop import NonFiniteLoss, Trainer
 from tests import tiny
@@ -147,11 +148,37 @@ def test_a_workdir_of_another_model_is_an_error_that_names_the_field(config, tmp
         trainer(other, tmp_path / 'a')
 
 
+def test_a_refused_command_leaves_the_config_of_the_run(config, tmp_path):
+    """Export and evaluation read it."""
+    config = with_train(config, num_steps=2)
+    trainer(config, tmp_path / 'a').run()
+    stored = (tmp_path / 'a/run_config.json').read_text()
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, held_out_every=2))
+    with pytest.raises(ValueError, match='data position: saved with num_documents'):
+        trainer(other, tmp_path / 'a').run()
+    assert (tmp_path / 'a/run_config.json').read_text() == stored
+
+
+def test_quantisation_may_be_switched_on_but_then_stays(config, tmp_path):
+    widths = {'moe_intermediate_size': 32, 'routed_expert_hidden_size': 32}
+    config = dataclasses.replace(config, model=tiny.k3((1,), (2,), vocab_size=512, **widths))
+    on = with_train(config, quantisation=QuantisationConfig(weights='mxfp4'))
+    checkpoint_lib.write_config(epath.Path(tmp_path), config)
+    checkpoint_lib.check_config(epath.Path(tmp_path), on)
+    checkpoint_lib.write_config(epath.Path(tmp_path), on)
+    with pytest.raises(
+        ValueError, match=r"train\.quantisation\.weights is 'mxfp4' there, None here"
+    ):
+        checkpoint_lib.check_config(epath.Path(tmp_path), config)
+
+
 def test_a_run_stopped_before_its_first_checkpoint_leaves_no_double_records(config, tmp_path):
     """As after a kill: records of steps that no checkpoint holds are made again."""
     path = tmp_path / 'a/metrics.jsonl'
     path.parent.mkdir()
-    path.write_text(json.dumps({'step': 1, 'loss': 9.0}) + '\n{"step": 2, "lo')
+    path.write_bytes(
+        b'5\n\xff\xfe\n' + json.dumps({'step': 1, 'loss': 9.0}).encode() + b'\n{"step": 2, "lo'
+    )
     trainer(with_train(config, num_steps=2), tmp_path / 'a').run()
     steps = [json.loads(line)['step'] for line in path.read_text().splitlines()]
     assert steps == [1, 2]

@@ -223,6 +223,11 @@ def test_load_metrics():
     np.testing.assert_allclose(got['load_entropy'], [want, 1.0], rtol=1e-6)
 
 
+def test_a_single_expert_is_even():
+    got = load_metrics(jnp.asarray([[5]]))
+    assert [float(x[0]) for x in got.values()] == [0.0, 0.0, 1.0]
+
+
 def test_no_gradient_reaches_the_bias_through_what_is_counted():
     def loss(logits, bias):
         routing = route(
