@@ -19,7 +19,7 @@ from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import cuts_of, decode_step, prefill_step
 from k3jax.train.optim import make_optimizer
-from k3jax.train.state import abstract_state, check_state_fits, check_trainable
+from k3jax.train.state import abstract_state, check_state_fits, check_trainable, chip_bytes
 from k3jax.train.step import make_train_step
 
 JobName = Literal['train', 'prefill', 'decode']
@@ -55,17 +55,16 @@ def mesh_for(config: Config, job: JobName, devices: list[jax.Device]) -> Mesh:
     return make_mesh(check_fits(config, job, len(devices)), devices)
 
 
-def build_job(config: Config, job: JobName, mesh: Mesh, chip_bytes: int | None = None) -> Job:
+def build_job(config: Config, job: JobName, mesh: Mesh, limit: int | None = None) -> Job:
     """The job's program for a mesh.
 
-    chip_bytes: of a chip's memory; None to leave it to the compiler what fits.
+    limit: bytes of a chip's memory; None to leave it to the compiler what fits.
 
     Raises:
-      ConfigError: the model cannot be trained, or its state cannot lie on a chip.
+      ConfigError: the model cannot be trained, or what it needs cannot lie on a chip.
     """
-    if job == 'train':
-        return _train(config, mesh, chip_bytes)
-    return (_prefill if job == 'prefill' else _decode)(config, mesh)
+    make = {'train': _train, 'prefill': _prefill, 'decode': _decode}[job]
+    return make(config, mesh, limit)
 
 
 def _model(config: Config, mesh: Mesh, strategy: Strategy) -> Kimi:
@@ -98,12 +97,12 @@ def _int32(spec: PartitionSpec, mesh: Mesh, *shape: int) -> jax.ShapeDtypeStruct
     return _placed(spec, jax.ShapeDtypeStruct(shape, jnp.int32), mesh)
 
 
-def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
+def _train(config: Config, mesh: Mesh, limit: int | None) -> Job:
     check_trainable(config.model)
     model, data = _model(config, mesh, 'train'), config.data
     optimizer = make_optimizer(config.optimizer, config.train.num_steps, model, mesh)
     state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
-    check_state_fits(state, model, chip_bytes)
+    check_state_fits(state, model, limit)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
     rows = _int32(cut, mesh, data.batch_size, data.sequence_length)
     batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), rows)
@@ -120,8 +119,12 @@ def _train(config: Config, mesh: Mesh, chip_bytes: int | None) -> Job:
     return Job(step, (state, batch), (0,), flops, tokens, 'documents are as long as a row')
 
 
-def _serving(config: Config, mesh: Mesh, strategy: Strategy):
-    """The model, how its steps are cut, and abstract parameters (stored dtypes) and cache."""
+def _serving(config: Config, mesh: Mesh, strategy: Strategy, limit: int | None):
+    """The model, how its steps are cut, and abstract parameters (stored dtypes) and cache.
+
+    Raises:
+      ConfigError: these cannot lie on a chip.
+    """
     model = _model(config, mesh, strategy)
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     rows, length = config.data.batch_size, config.data.sequence_length
@@ -129,11 +132,21 @@ def _serving(config: Config, mesh: Mesh, strategy: Strategy):
         lambda: init_cache(config.model, model.plan, rows, length, model.run.dtype)
     )
     cuts = cuts_of(model)
-    return model, cuts, _placed(cuts.params, params, mesh), _placed(cuts.cache, cache, mesh)
+    params, cache = _placed(cuts.params, params, mesh), _placed(cuts.cache, cache, mesh)
+    held = chip_bytes(params), chip_bytes(cache)
+    if limit is not None and sum(held) > limit:
+        params_gib, cache_gib, limit_gib = (x / 2**30 for x in (*held, limit))
+        packed = config.model.experts_format == 'mxfp4'
+        raise ConfigError(
+            f'mesh: a chip would hold {params_gib:.1f} GiB of parameters and {cache_gib:.1f} GiB '
+            f'of cache, wanted at most {limit_gib:.1f} GiB; take more chips that share what is '
+            f'larger{"" if packed else ", or model.experts_format=mxfp4"}'
+        )
+    return model, cuts, params, cache
 
 
-def _prefill(config: Config, mesh: Mesh) -> Job:
-    model, cuts, params, cache = _serving(config, mesh, 'prefill')
+def _prefill(config: Config, mesh: Mesh, limit: int | None) -> Job:
+    model, cuts, params, cache = _serving(config, mesh, 'prefill', limit)
     rows, length = config.data.batch_size, config.data.sequence_length
     tokens = _int32(cuts.tokens, mesh, rows, length)
     args = params, tokens, _int32(cuts.rows, mesh, rows), cache
@@ -142,8 +155,8 @@ def _prefill(config: Config, mesh: Mesh) -> Job:
     return Job(prefill_step(model, mesh), args, (3,), flops, rows * length, note)
 
 
-def _decode(config: Config, mesh: Mesh) -> Job:
-    model, cuts, params, cache = _serving(config, mesh, 'decode')
+def _decode(config: Config, mesh: Mesh, limit: int | None) -> Job:
+    model, cuts, params, cache = _serving(config, mesh, 'decode', limit)
     rows, length = config.data.batch_size, config.data.sequence_length
     args = params, _int32(cuts.rows, mesh, rows), cache
     # The mean context of a document of 2 n tokens is that of the last token of n.

@@ -63,6 +63,16 @@ def test_a_step_on_64_chips_has_our_kernels_and_moves_tokens_not_expert_tables()
     assert done.memory.required < done.memory.limit
 
 
+@pytest.mark.parametrize('job', ['prefill', 'decode'])
+def test_serving_that_cannot_fit_is_refused_before_it_is_compiled(job):
+    config = tiny(MeshConfig())
+    mesh = mesh_for(config, job, devices_of('v5p:2x2x1'))
+    *_, cache = build_job(config, job, mesh).args
+    least = min(x.size for x in jax.tree.leaves(cache))
+    with pytest.raises(ConfigError, match='a chip would hold .* of parameters and .* of cache, wa'):
+        build_job(config, job, mesh, least)
+
+
 @pytest.mark.slow
 def test_a_step_on_two_slices_sends_no_tokens_between_them():
     config = tiny(MeshConfig(expert=2, sequence=2, slices=2, whole_below=0))
