@@ -34,10 +34,11 @@ def _rows(run: str) -> tuple[str, list[dict]]:
 
 
 def main(_: Sequence[str]) -> None:
-    names = [run.partition('=')[0] for run in _RUNS.value]
-    if len(set(names)) < len(names):
-        raise ValueError(f'--runs: got the names {", ".join(names)}, wanted each once')
-    runs = dict(_rows(run) for run in _RUNS.value)
+    found = [_rows(run) for run in _RUNS.value]
+    runs = dict(found)
+    if len(runs) < len(found):
+        names = ', '.join(name for name, _ in found)
+        raise ValueError(f'--runs: got the names {names}, wanted each once')
     if _METRICS.present and not _PNG.value:
         raise ValueError('--metrics: what to plot, but there is no --png to draw it to')
     if _PNG.value and not epath.Path(_PNG.value).parent.is_dir():

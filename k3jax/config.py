@@ -23,23 +23,26 @@ class ConfigError(ValueError):
     """A configuration that cannot work; the message names the field."""
 
 
-def _require(ok: bool, where: str, got: Any, wanted: str) -> None:
+def require(ok: bool, where: str, got: Any, wanted: str) -> None:
+    """Raises ConfigError with what came, and what was wanted, unless `ok`."""
     if not ok:
         raise ConfigError(f'{where}: got {got!r}, wanted {wanted}')
 
 
 def _positive(where: str, **fields: int | float) -> None:
     for name, value in fields.items():
-        _require(0 < value < math.inf, f'{where}.{name}', value, 'a number above 0')
+        require(math.isfinite(value), f'{where}.{name}', value, 'a finite number')
+        require(value > 0, f'{where}.{name}', value, 'a number above 0')
 
 
 def _not_negative(where: str, **fields: int | float) -> None:
     for name, value in fields.items():
-        _require(0 <= value < math.inf, f'{where}.{name}', value, '0 or more')
+        require(math.isfinite(value), f'{where}.{name}', value, 'a finite number')
+        require(value >= 0, f'{where}.{name}', value, '0 or more')
 
 
 def _seed(where: str, value: int) -> None:
-    _require(0 <= value < 2**32, where, value, 'a whole number in 0..2**32 - 1')
+    require(0 <= value < 2**32, where, value, 'a whole number in 0..2**32 - 1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,13 +60,13 @@ class LinearAttnConfig:
     def __post_init__(self) -> None:
         where = 'model.linear_attn_config'
         _positive(where, num_heads=self.num_heads, head_dim=self.head_dim)
-        _require(
+        require(
             self.short_conv_kernel_size >= 2,
             f'{where}.short_conv_kernel_size',
             self.short_conv_kernel_size,
             'at least 2',
         )
-        _require(
+        require(
             self.gate_lower_bound is None or self.gate_lower_bound < 0,
             f'{where}.gate_lower_bound',
             self.gate_lower_bound,
@@ -137,7 +140,7 @@ class ModelConfig:
             moe_intermediate_size=self.moe_intermediate_size,
             moe_layer_freq=self.moe_layer_freq,
         )
-        _require(
+        require(
             self.family in ('kimi_k3', 'kimi_linear'),
             'model.family',
             self.family,
@@ -145,43 +148,43 @@ class ModelConfig:
         )
         kda, mla = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
         layers = list(range(1, self.num_hidden_layers + 1))
-        _require(
+        require(
             sorted(kda + mla) == layers,
             'model.linear_attn_config.kda_layers + full_attn_layers',
             sorted(kda + mla),
             f'each layer 1..{self.num_hidden_layers} exactly once',
         )
-        _require(
+        require(
             1 <= self.num_experts_per_token <= self.num_experts,
             'model.num_experts_per_token',
             self.num_experts_per_token,
             f'1..num_experts ({self.num_experts})',
         )
-        _require(
+        require(
             self.num_shared_experts >= 0,
             'model.num_shared_experts',
             self.num_shared_experts,
             '0 or more',
         )
-        _require(
+        require(
             self.hidden_act in ('situ', 'silu'),
             'model.hidden_act',
             self.hidden_act,
             "'situ' or 'silu'",
         )
-        _require(
+        require(
             self.experts_format in ('bf16', 'mxfp4'),
             'model.experts_format',
             self.experts_format,
             "'bf16' or 'mxfp4'",
         )
-        _require(
+        require(
             self.attn_res_block_size is None or self.attn_res_block_size > 0,
             'model.attn_res_block_size',
             self.attn_res_block_size,
             'a positive number of layers, or None for plain residual adds',
         )
-        _require(
+        require(
             not (self.latent_moe_use_norm and self.routed_expert_hidden_size is None),
             'model.latent_moe_use_norm',
             self.latent_moe_use_norm,
@@ -219,7 +222,7 @@ def _whole_groups(model: ModelConfig, why: str) -> None:
         ('routed_expert_hidden_size' if latent else 'hidden_size', model.expert_input_size),
         ('moe_intermediate_size', model.moe_intermediate_size),
     ):
-        _require(width % 32 == 0, f'model.{field}', width, f'a multiple of 32, {why}')
+        require(width % 32 == 0, f'model.{field}', width, f'a multiple of 32, {why}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +238,7 @@ class MeshConfig:
     expert_parallel: ExpertParallel = 'moon'  # balanced by replicas; or 'plain', at home only
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.data > 0 or self.data == -1, 'mesh.data', self.data, 'above 0, or -1 for the rest'
         )
         _positive(
@@ -246,7 +249,7 @@ class MeshConfig:
             slices=self.slices,
         )
         _not_negative('mesh', whole_below=self.whole_below)
-        _require(
+        require(
             self.expert_parallel in ('moon', 'plain'),
             'mesh.expert_parallel',
             self.expert_parallel,
@@ -269,16 +272,16 @@ class MuonConfig:
 
     def __post_init__(self) -> None:
         where = 'optimizer.muon'
-        _require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
+        require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
         _positive(where, update_rms=self.update_rms)
-        _require(1 <= self.steps <= 100, f'{where}.steps', self.steps, '1 to 100')
-        _require(
+        require(1 <= self.steps <= 100, f'{where}.steps', self.steps, '1 to 100')
+        require(
             len(self.coefficients) == 3 and all(map(math.isfinite, self.coefficients)),
             f'{where}.coefficients',
             self.coefficients,
             'three finite numbers',
         )
-        _require(
+        require(
             self.dtype in get_args(Dtype), f'{where}.dtype', self.dtype, "'float32' or 'bfloat16'"
         )
 
@@ -293,8 +296,8 @@ class QuantileBalanceConfig:
 
     def __post_init__(self) -> None:
         where = 'optimizer.quantile_balance'
-        _require(2 <= self.bins <= 1 << 20, f'{where}.bins', self.bins, '2 to 2^20')
-        _require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
+        require(2 <= self.bins <= 1 << 20, f'{where}.bins', self.bins, '2 to 2^20')
+        require(0 <= self.momentum < 1, f'{where}.momentum', self.momentum, 'a number in [0, 1)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,10 +328,10 @@ class OptimizerConfig:
         )
         if self.qk_clip_threshold is not None:
             _positive('optimizer', qk_clip_threshold=self.qk_clip_threshold)
-        _require(
+        require(
             self.name in get_args(OptimizerName), 'optimizer.name', self.name, "'adamw' or 'muon'"
         )
-        _require(
+        require(
             self.state_memory in ('device', 'pinned_host'),
             'optimizer.state_memory',
             self.state_memory,
@@ -337,8 +340,8 @@ class OptimizerConfig:
         _not_negative('optimizer', warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
         for name in ('b1', 'b2'):
             value = getattr(self, name)
-            _require(0 <= value < 1, f'optimizer.{name}', value, 'a number in [0, 1)')
-        _require(
+            require(0 <= value < 1, f'optimizer.{name}', value, 'a number in [0, 1)')
+        require(
             0 <= self.final_learning_rate_ratio <= 1,
             'optimizer.final_learning_rate_ratio',
             self.final_learning_rate_ratio,
@@ -372,32 +375,32 @@ class DataConfig:
             max_document_bytes=self.max_document_bytes,
             shuffle_rows=self.shuffle_rows,
         )
-        _require(
+        require(
             self.batch_size % self.num_streams == 0,
             'data.batch_size',
             self.batch_size,
             f'a multiple of data.num_streams ({self.num_streams})',
         )
         steps, sizes = self.ramp_steps, self.ramp_batch_sizes
-        _require(
+        require(
             all(a < b for a, b in zip((0, *steps), steps, strict=False)),
             'data.ramp_steps',
             steps,
             'steps above 0, each later than the one before',
         )
-        _require(
+        require(
             len(steps) == len(sizes),
             'data.ramp_batch_sizes',
             sizes,
             f'as many as data.ramp_steps ({len(steps)})',
         )
-        _require(
+        require(
             all(size > 0 and size % self.num_streams == 0 for size in sizes),
             'data.ramp_batch_sizes',
             sizes,
             f'multiples of data.num_streams ({self.num_streams})',
         )
-        _require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
+        require(self.held_out_every >= 2, 'data.held_out_every', self.held_out_every, '2 or more')
         _seed('data.shuffle_seed', self.shuffle_seed)
 
     @property
@@ -423,16 +426,16 @@ class QuantisationConfig:
 
     def __post_init__(self) -> None:
         where = 'train.quantisation'
-        _require(
+        require(
             self.weights in ('mxfp4', None), f'{where}.weights', self.weights, "'mxfp4' or None"
         )
-        _require(
+        require(
             self.activations in ('mxfp8', None),
             f'{where}.activations',
             self.activations,
             "'mxfp8' or None",
         )
-        _require(
+        require(
             self.scale_rule in get_args(ScaleRule),
             f'{where}.scale_rule',
             self.scale_rule,
@@ -445,7 +448,7 @@ def check_quantisation(model: ModelConfig, quantisation: QuantisationConfig) -> 
     if quantisation.weights or quantisation.activations:
         has_experts = any(map(model.is_moe, range(model.num_hidden_layers)))
         wanted = 'none: no layer of the model has experts'
-        _require(has_experts, 'train.quantisation', dataclasses.asdict(quantisation), wanted)
+        require(has_experts, 'train.quantisation', dataclasses.asdict(quantisation), wanted)
         _whole_groups(model, 'which train.quantisation shares scales in')
 
 
@@ -488,27 +491,27 @@ class TrainConfig:
             z_loss=self.z_loss,
         )
         _seed('train.seed', self.seed)
-        _require(
+        require(
             bool(self.sample_prompt) or not self.sample_tokens,
             'train.sample_prompt',
             self.sample_prompt,
             'at least one character to go on from, or train.sample_tokens=0',
         )
-        _require(
+        require(
             self.dtype in ('float32', 'bfloat16'),
             'train.dtype',
             self.dtype,
             "'float32' or 'bfloat16'",
         )
-        _require(self.remat in ('none', 'layer'), 'train.remat', self.remat, "'none' or 'layer'")
+        require(self.remat in ('none', 'layer'), 'train.remat', self.remat, "'none' or 'layer'")
         for field in ('keep', 'offload'):
             for name in getattr(self, field):
                 known = f'one of {", ".join(ACTIVATIONS)}'
-                _require(name in ACTIVATIONS, f'train.{field}', name, known)
+                require(name in ACTIVATIONS, f'train.{field}', name, known)
         both = sorted(set(self.keep) & set(self.offload))
-        _require(not both, 'train.keep and train.offload', both, 'no name in both')
+        require(not both, 'train.keep and train.offload', both, 'no name in both')
         named = self.keep + self.offload
-        _require(
+        require(
             self.remat == 'layer' or not named,
             'train.keep and train.offload',
             named,
@@ -528,53 +531,16 @@ class Config:
 
     def __post_init__(self) -> None:
         for size in self.data.batch_sizes:
-            _require(
+            require(
                 size % self.train.grad_accum_steps == 0,
                 'data.batch_size' if size == self.data.batch_size else 'data.ramp_batch_sizes',
                 size,
                 f'a multiple of train.grad_accum_steps ({self.train.grad_accum_steps})',
             )
-        _require(
+        require(
             self.optimizer.warmup_steps < self.train.num_steps,
             'optimizer.warmup_steps',
             self.optimizer.warmup_steps,
             f'fewer than train.num_steps ({self.train.num_steps})',
         )
         check_quantisation(self.model, self.train.quantisation)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Plain JSON-able dict of any config dataclass."""
-    return dataclasses.asdict(config)
-
-
-def _check_fields(fields: Any, config_class: type, where: str) -> None:
-    """Checks that the dict `fields` has every field that `config_class` needs and no other."""
-    _require(isinstance(fields, dict), where, fields, 'an object with the fields of the model')
-    known = dataclasses.fields(config_class)
-    names = [field.name for field in known]
-    for name, value in fields.items():
-        _require(name in names, f'{where}.{name}', value, f'one of {", ".join(names)}')
-    for field in known:
-        if field.default is dataclasses.MISSING and field.name not in fields:
-            raise ConfigError(
-                f'{where}.{field.name}: got nothing, wanted the {field.type} that '
-                f'{config_class.__name__} needs'
-            )
-
-
-def model_config_from_dict(fields: dict[str, Any]) -> ModelConfig:
-    """Inverse of `to_dict` for a ModelConfig, also after JSON made its tuples lists.
-
-    Raises:
-      ConfigError: a field is missing, unknown or out of range; the message names it.
-    """
-    where = 'model.linear_attn_config'
-    _check_fields(fields, ModelConfig, 'model')
-    _check_fields(fields['linear_attn_config'], LinearAttnConfig, where)
-    linear = dict(fields['linear_attn_config'])
-    for key in ('kda_layers', 'full_attn_layers'):
-        layers = linear[key]
-        _require(isinstance(layers, list | tuple), f'{where}.{key}', layers, 'a list of layers')
-        linear[key] = tuple(layers)
-    return ModelConfig(**{**fields, 'linear_attn_config': LinearAttnConfig(**linear)})

@@ -7,19 +7,20 @@ import pytest
 
 from configs import tiny_k3
 from k3jax import config as config_lib
+from k3jax.config_dict import model_config_from_dict, to_dict
 
 MODEL = tiny_k3.get_config().model
 
 
 def test_a_model_config_survives_json():
-    fields = json.loads(json.dumps(config_lib.to_dict(MODEL)))
-    assert config_lib.model_config_from_dict(fields) == MODEL
+    fields = json.loads(json.dumps(to_dict(MODEL)))
+    assert model_config_from_dict(fields) == MODEL
 
 
 def test_absent_fields_with_a_default_take_it():
-    fields = config_lib.to_dict(MODEL)
+    fields = to_dict(MODEL)
     del fields['rms_norm_eps'], fields['linear_attn_config']['short_conv_kernel_size']
-    config = config_lib.model_config_from_dict(fields)
+    config = model_config_from_dict(fields)
     assert config.rms_norm_eps == 1e-5
     assert config.linear_attn_config.short_conv_kernel_size == 4
 
@@ -46,10 +47,10 @@ def test_absent_fields_with_a_default_take_it():
     ],
 )
 def test_a_dict_that_is_not_a_model_config_is_refused_by_field(change, message):
-    fields = config_lib.to_dict(MODEL)
+    fields = to_dict(MODEL)
     change(fields)
     with pytest.raises(config_lib.ConfigError, match=message):
-        config_lib.model_config_from_dict(fields)
+        model_config_from_dict(fields)
 
 
 @pytest.mark.parametrize(

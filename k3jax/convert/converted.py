@@ -16,7 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from k3jax.config import ModelConfig, model_config_from_dict, to_dict
+from k3jax.config import ModelConfig
+from k3jax.config_dict import model_config_from_dict, to_dict
 from k3jax.convert.binding import flatten, unflatten
 from k3jax.convert.files import ConversionError, read_json_object
 from k3jax.convert.orbax_tree import lost_chunk

@@ -15,8 +15,8 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
-from k3jax import config as config_lib
 from k3jax.config import Config, DataConfig, ModelConfig, QuantisationConfig
+from k3jax.config_dict import model_config_from_dict, to_dict
 from k3jax.model.plan import depth_plan
 from k3jax.train.state import TrainState
 
@@ -27,7 +27,7 @@ CHECKPOINTS = 'checkpoints'
 def _stored(config: Config) -> dict[str, Any]:
     """What a workdir remembers of its run; the plan says how the parameters are stacked."""
     plan = depth_plan(config.model, scan=config.train.scan_layers)
-    fields = config_lib.to_dict(config) | {'plan': [dataclasses.asdict(block) for block in plan]}
+    fields = to_dict(config) | {'plan': [dataclasses.asdict(block) for block in plan]}
     return json.loads(json.dumps(fields))
 
 
@@ -61,7 +61,6 @@ def write_config(workdir: epath.Path, config: Config) -> None:
     temporary.replace(workdir / CONFIG_FILE)
 
 
-QUANTISED = ('weights', 'activations')
 _MUST_MATCH = (
     'model',
     'train.scan_layers',
@@ -79,10 +78,12 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             return [line for n in names for line in walk(a.get(n), b.get(n), f'{where}.{n}')]
         return [] if a == b else [f'{where} is {a!r} there, {b!r} here']
 
-    # It may be switched on, for the last part of a run, but then stays.
-    quantised = any((before['train'].get('quantisation') or {}).get(x) for x in QUANTISED)
-    lines = []
-    for path in (*_MUST_MATCH, *(('train.quantisation',) if quantised else ())):
+    lines, must_match = [], list(_MUST_MATCH)
+    stored = before['train'].get('quantisation', {})
+    if stored.get('weights') or stored.get('activations'):
+        # It may be switched on, for the last part of a run, but then stays.
+        must_match.append('train.quantisation')
+    for path in must_match:
         a, b = before, now
         for name in path.split('.'):
             a, b = ((fields or {}).get(name) for fields in (a, b))
@@ -106,7 +107,7 @@ class Stored(NamedTuple):
 def read_config(workdir: epath.Path) -> Stored:
     """The configs in a run's workdir that loading it needs."""
     fields = _read(workdir)
-    model, train = config_lib.model_config_from_dict(fields['model']), fields['train']
+    model, train = model_config_from_dict(fields['model']), fields['train']
     quantisation = QuantisationConfig(**train.get('quantisation', {}))
     return Stored(model, train['scan_layers'], DataConfig(**fields['data']), quantisation)
 

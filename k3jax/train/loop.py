@@ -153,7 +153,7 @@ class Trainer:
         check_state_fits(self._abstract, self.model, memory_stats.get('bytes_limit'))
         with self._writing():
             self.workdir.mkdir(parents=True, exist_ok=True)
-        self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
+            self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
         self._step = jax.jit(
             make_train_step(
                 self.model,

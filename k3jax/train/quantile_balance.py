@@ -72,10 +72,9 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
     total = jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
     share, num_experts = load / total, load.shape[-1]
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
+    even = entropy / jnp.log(num_experts) if num_experts > 1 else jnp.ones_like(entropy)
     return {
         'maxvio': jnp.max(share, axis=-1) * num_experts - 1,
         'dead_experts': jnp.sum(load == 0, axis=-1),
-        'load_entropy': entropy / jnp.log(num_experts)
-        if num_experts > 1
-        else jnp.ones_like(entropy),
+        'load_entropy': even,
     }
