@@ -11,6 +11,7 @@ ExpertsFormat = Literal['bf16', 'mxfp4']
 Dtype = Literal['float32', 'bfloat16']
 Remat = Literal['none', 'layer']
 Family = Literal['kimi_k3', 'kimi_linear']
+Mixer = Literal['kda', 'mla']
 StateMemory = Literal['device', 'pinned_host']
 OptimizerName = Literal['adamw', 'muon']
 ExpertParallel = Literal['moon', 'plain']
@@ -119,6 +120,11 @@ class ModelConfig:
     moe_layer_freq: int = 1
     experts_format: ExpertsFormat = 'bf16'  # how the routed experts' weights are held
 
+    # Multi-token prediction, in training only: 1 adds a layer that predicts the token after next.
+    # K3's release has 0 (the layer became its draft). Which mixer that had is UNCONFIRMED.
+    num_nextn_predict_layers: int = 0
+    mtp_mixer: Mixer = 'mla'
+
     bos_token_id: int = 163584
     eos_token_id: int = 163586
     pad_token_id: int = 163839
@@ -183,6 +189,15 @@ class ModelConfig:
             'model.attn_res_block_size',
             self.attn_res_block_size,
             'a positive number of layers, or None for plain residual adds',
+        )
+        require(
+            self.num_nextn_predict_layers in (0, 1),
+            'model.num_nextn_predict_layers',
+            self.num_nextn_predict_layers,
+            '0 or 1',
+        )
+        require(
+            self.mtp_mixer in get_args(Mixer), 'model.mtp_mixer', self.mtp_mixer, "'kda' or 'mla'"
         )
         require(
             not (self.latent_moe_use_norm and self.routed_expert_hidden_size is None),
@@ -458,6 +473,7 @@ class TrainConfig:
 
     num_steps: int = 1000
     grad_accum_steps: int = 1
+    mtp_loss_weight: float = 0.1  # of a model with multi-token prediction; UNCONFIRMED for K3
     z_loss: float = 0.0  # times the mean squared log of the softmax's denominator, beside the loss
     seed: int = 0
     dtype: Dtype = 'bfloat16'  # of matmul operands and the residual stream; masters are float32
@@ -489,6 +505,7 @@ class TrainConfig:
             eval_every=self.eval_every,
             sample_tokens=self.sample_tokens,
             z_loss=self.z_loss,
+            mtp_loss_weight=self.mtp_loss_weight,
         )
         _seed('train.seed', self.seed)
         require(

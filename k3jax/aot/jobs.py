@@ -20,7 +20,7 @@ from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import cuts_of, decode_step, prefill_step
 from k3jax.train.optim import make_optimizer
 from k3jax.train.state import abstract_state, check_state_fits, check_trainable, chip_bytes
-from k3jax.train.step import make_train_step
+from k3jax.train.step import Extra, make_train_step
 
 JobName = Literal['train', 'prefill', 'decode']
 
@@ -112,7 +112,7 @@ def _train(config: Config, mesh: Mesh, limit: int | None) -> Job:
         model,
         optimizer,
         grad_accum_steps=config.train.grad_accum_steps,
-        z_loss=config.train.z_loss,
+        extra=Extra(config.train.z_loss, config.train.mtp_loss_weight),
         mesh=mesh,
         placed=state,
     )

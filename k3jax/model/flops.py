@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from k3jax.config import ModelConfig
-from k3jax.model.layout import Leaf, Tree, global_leaves, layer_leaves
+from k3jax.model.layout import Leaf, Tree, global_leaves, layer_leaves, mtp_block, mtp_input_leaves
 from pallas_kernels.kda.chunked import CHUNK
 
 COMPONENTS = (
@@ -90,12 +90,22 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters by component, in the order of `COMPONENTS`; nothing is allocated.
 
     MXFP4 experts count as the weights that they stand for. `final` is the last norm and the output
-    attention residual; `router` includes the correction bias, `latent` its norm.
+    attention residual; `router` includes the correction bias, `latent` its norm. A model with
+    multi-token prediction has `mtp` too, all of it.
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for component, name, leaf in _leaves(config):
         counts[component] += _weights(name, leaf)
+    if config.num_nextn_predict_layers:
+        counts['mtp'] = _of_mtp(config, count_parameters(mtp_block(config))) + sum(
+            leaf.size for _, leaf in _walk(mtp_input_leaves(config))
+        )
     return counts
+
+
+def _of_mtp(config: ModelConfig, block: dict[str, int]) -> int:
+    """What the layer of multi-token prediction has, and its final norm."""
+    return sum(block.values()) - block['embedding'] - block['lm_head']
 
 
 def total_parameters(config: ModelConfig) -> int:
@@ -104,8 +114,12 @@ def total_parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters that one token meets: no unrouted experts, and no embedding table (a lookup)."""
+    """Parameters that one token meets: no unrouted experts, and no embedding table (a lookup).
+
+    Those of multi-token prediction, which serves training alone, are not among them.
+    """
     counts = count_parameters(config)
+    counts.pop('mtp', None)
     routed = counts['routed_experts']
     unrouted = routed - routed * config.num_experts_per_token // config.num_experts
     return sum(counts.values()) - unrouted - counts['embedding']
@@ -122,6 +136,9 @@ def flops_by_component(config: ModelConfig, sequence_length: int) -> dict[str, f
       KDA layer and head: decayed scores of q and of k, 4 K c; the inverse of the unit triangle,
       (C^2 - 1) / 3; the inverse and the scores times values, 4 V c; reading the state for v and
       for o, and writing it, 6 K V.
+
+    - mtp: the layer of multi-token prediction, if there is one, what joins its input, and the head
+      once more.
 
     Elementwise work is left out, as is usual for model FLOPs utilisation.
     """
@@ -142,6 +159,10 @@ def flops_by_component(config: ModelConfig, sequence_length: int) -> dict[str, f
     mean, k, v = (size + 1) / 2, linear.head_dim, linear.head_dim
     one_head = 4 * k * mean + (size**2 - 1) / 3 + 4 * v * mean + 6 * k * v
     flops['kda_chunks'] = num_kda * linear.num_heads * one_head
+    if config.num_nextn_predict_layers:
+        block = flops_by_component(mtp_block(config), sequence_length)
+        matrix = mtp_input_leaves(config)['eh_proj']
+        flops['mtp'] = sum(block.values()) + 2.0 * matrix.size
     return flops
 
 

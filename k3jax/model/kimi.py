@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax.config import ModelConfig
+from k3jax.config import ModelConfig, require
 from k3jax.model.cache import Cache
 from k3jax.model.layer import Sequence, joined, run_block
 from k3jax.model.layout import global_leaves
+from k3jax.model.mtp import MTP
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
 from k3jax.model.plan import Plan, depth_plan
@@ -25,14 +26,38 @@ Params = dict[str, Any]
 
 
 class Output(NamedTuple):
-    """hidden: [B, T, D], normalised and ready for `head`. cache: after the tokens, or None.
+    """What the model makes of tokens.
 
-    seen: what the run watches, by the layers' names in the parameters, or None.
+    Attributes:
+      hidden: [B, T, D], normalised and ready for `head`.
+      cache: after the tokens, or None.
+      seen: what the run watches, by the layers' names in the parameters, or None.
+      taps: what `run.taps` asks for, [B, T, D] each.
+      next_hidden: [B, T, D], ready for `head`, of the tokens after next, or None.
     """
 
     hidden: jax.Array
     cache: Cache | None
     seen: Any
+    taps: tuple[jax.Array, ...]
+    next_hidden: jax.Array | None
+
+
+def tap_blocks(config: ModelConfig, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """How many attention-residual blocks are done where each of 0-based `layers` ends.
+
+    The running sum after such a layer is what its block hands to all later layers; inside a block,
+    and in models without attention residuals before the end, it would have to be kept apart.
+
+    Raises:
+      ConfigError: a layer that is neither a block's last nor the model's.
+    """
+    last, size = config.num_hidden_layers - 1, config.attn_res_block_size
+    size = size or config.num_hidden_layers
+    ends = [*range(size - 1, last, size), last]
+    for layer in layers:
+        require(layer in ends, 'taps', layer, f'one of {ends}, where blocks of layers end')
+    return tuple(ends.index(layer) + 1 for layer in layers)
 
 
 class Kimi(nn.Module):
@@ -52,14 +77,17 @@ class Kimi(nn.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
+        next_tokens: jax.Array | None = None,
     ) -> Output:
-        """Embedding, layers, readout.
+        """Embedding, layers, readout; multi-token prediction.
 
         Args:
           tokens: [B, T] int32.
           segment_ids: [B, T]: packed documents, 0 = padding. With a cache: 1 on real tokens, 0 on
             padding at the end of a row, or None where all are real.
           cache: what came before, or None for whole documents from their start.
+          next_tokens: [B, T], of the same document, negative where there is none; then the tokens
+            after those are predicted too. In models with `num_nextn_predict_layers`.
         """
         config = self.config
         params = declare(self, global_leaves(config), config.initializer_range, self.run)
@@ -76,13 +104,13 @@ class Kimi(nn.Module):
         for block in self.plan:
             own = None if cache is None else cache.layers[block.name]
             carry, left[block.name] = run_block(config, self.run, block, carry, own, sequence)
-        bank, num_live, h = carry
+        bank, num_live, last = carry
         if bank is None:
-            h = rms_norm(h, params['norm'], config.rms_norm_eps)
+            h = rms_norm(last, params['norm'], config.rms_norm_eps)
         else:
             h = attn_res(
                 bank,
-                h,
+                last,
                 params['output_attn_res_norm'],
                 params['output_attn_res_proj'],
                 params['norm'],
@@ -91,13 +119,21 @@ class Kimi(nn.Module):
                 eps=config.rms_norm_eps,
                 implementation=self.run.implementation,
             )
-        left = joined(left, self.run, cache)
+        blocks = tap_blocks(config, self.run.taps)
+        taps = tuple(last if bank is None or n == len(bank) else bank[n] for n in blocks)
+        left, next_hidden = joined(left, self.run, cache), None
+        if next_tokens is not None:
+            embedded = embed(params, jnp.maximum(next_tokens, 0), parallel)
+            embedded = jnp.where(next_tokens[..., None] < 0, 0, embedded).astype(self.run.dtype)
+            next_hidden, of_mtp = MTP(config, self.run, name='mtp')(last, embedded, sequence)
+            if left.seen is not None:
+                left = left._replace(seen=left.seen | {'mtp': {'layer': of_mtp.seen}})
         if cache is None:
-            return Output(h, None, left.seen)
+            return Output(h, None, left.seen, taps, next_hidden)
         new = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids > 0, axis=1)
         if row is not None:
             new = lax.psum(new, parallel.rules.tokens)
-        return Output(h, Cache(cache.length + new, left.cache), left.seen)
+        return Output(h, Cache(cache.length + new, left.cache), left.seen, taps, next_hidden)
 
 
 @jax.named_scope('embed')
@@ -179,19 +215,21 @@ def prefill(
     length = tokens.shape[1]
     valid = _first_token(model, length) + jnp.arange(length) < num_real[:, None]
     valid = valid.astype(jnp.int32)
-    hidden, cache, _ = model.apply({'params': params}, tokens, valid, cache)
-    last = _last_real(model, hidden, num_real)
-    return _logits(model, params, last), cache
+    output = model.apply({'params': params}, tokens, valid, cache)
+    last = _last_real(model, output.hidden, num_real)
+    return _logits(model, params, last), output.cache
 
 
 def decode(model: Kimi, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """One token a sequence: tokens [B] -> logits [B, Z] and the cache after them."""
-    hidden, cache, _ = model.apply({'params': params}, tokens[:, None], None, cache)
-    return _logits(model, params, hidden[:, 0]), cache
+    output = model.apply({'params': params}, tokens[:, None], None, cache)
+    return _logits(model, params, output.hidden[:, 0]), output.cache
 
 
 def init_params(model: Kimi, key: jax.Array) -> Params:
     """Fresh parameters; under `jax.eval_shape`, their shapes and dtypes only."""
     # Whole arrays; and the outputs are thrown away, so no kernel needs to be traced for them.
     model = model.clone(run=model.run._replace(implementation='xla', parallel=None))
-    return model.init(key, jnp.zeros((1, 1), jnp.int32))['params']
+    token = jnp.zeros((1, 1), jnp.int32)
+    next_tokens = token if model.config.num_nextn_predict_layers else None
+    return model.init(key, token, next_tokens=next_tokens)['params']

@@ -149,6 +149,14 @@ def _remat_policy(run: Run) -> Callable[..., Any] | None:
     )
 
 
+def layer_class(run: Run, *, in_scan: bool) -> type[nn.Module]:
+    """DecoderLayer, recomputed in the backward pass where the run asks for it."""
+    if run.remat != 'layer':
+        return DecoderLayer
+    # A scan already keeps the recomputation apart; elsewhere it must be kept apart by hand.
+    return nn.remat(DecoderLayer, prevent_cse=not in_scan, policy=_remat_policy(run))
+
+
 class _Segment(nn.Module):
     """The layers of a segment once; `start` is true in the first repeat of a block's start."""
 
@@ -167,7 +175,7 @@ class _Segment(nn.Module):
             use_prefix = True
             if run.offset == 0 and start is not False:
                 use_prefix = False if start is True else jnp.logical_not(start)
-            body = self._body(in_scan=self.in_scan or run.count > 1)
+            body = layer_class(self.run, in_scan=self.in_scan or run.count > 1)
             args = (self.config, self.run, self.first + run.offset)
             if run.count == 1:
                 layer = body(*args, name=name)
@@ -185,13 +193,6 @@ class _Segment(nn.Module):
             )(*args, name=name)
             prefix, left[name] = scanned(prefix, depth, sequence, use_prefix, own)
         return prefix, joined(left, self.run, cache)
-
-    def _body(self, in_scan: bool) -> type[nn.Module]:
-        """The layer's class, recomputed in the backward pass where the run asks for it."""
-        if self.run.remat != 'layer':
-            return DecoderLayer
-        # A scan already keeps the recomputation apart; elsewhere it must be kept apart by hand.
-        return nn.remat(DecoderLayer, prevent_cse=not in_scan, policy=_remat_policy(self.run))
 
 
 class _Block(nn.Module):

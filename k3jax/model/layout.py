@@ -7,6 +7,7 @@ are stacked on a leading axis E. The model, the converter and the parameter coun
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -174,9 +175,45 @@ def global_leaves(config: ModelConfig) -> Tree:
     return leaves
 
 
+@functools.cache
+def mtp_block(config: ModelConfig) -> ModelConfig:
+    """The decoder layer of multi-token prediction, as a model of that one layer.
+
+    It has experts as the model's own layers do, and plain residuals.
+    """
+    layers = {'kda_layers': (), 'full_attn_layers': ()}
+    layers['kda_layers' if config.mtp_mixer == 'kda' else 'full_attn_layers'] = (1,)
+    return dataclasses.replace(
+        config,
+        num_hidden_layers=1,
+        first_k_dense_replace=0,
+        attn_res_block_size=None,
+        num_nextn_predict_layers=0,
+        linear_attn_config=dataclasses.replace(config.linear_attn_config, **layers),
+    )
+
+
+def mtp_input_leaves(config: ModelConfig) -> Tree:
+    """What joins a hidden state and the embedding of the next token to the layer's input."""
+    d = config.hidden_size
+    return {
+        'enorm': _norm(d),
+        'hnorm': _norm(d),
+        'eh_proj': Leaf((d, 2 * d), ('embed', 'features')),
+    }
+
+
+def mtp_leaves(config: ModelConfig) -> Tree:
+    """The `mtp` leaves. Names are those of loaders for K3; a release of them is UNCONFIRMED."""
+    leaves = mtp_input_leaves(config) | {'norm': _norm(config.hidden_size)}
+    return leaves | {'layer': layer_leaves(mtp_block(config), 0)}
+
+
 def model_leaves(config: ModelConfig) -> Tree:
-    """The whole on-disk tree: global leaves and `layers_0` .. `layers_{N-1}`."""
+    """The whole on-disk tree: global leaves, `layers_0` .. `layers_{N-1}`, and `mtp`, if any."""
     leaves = global_leaves(config)
+    if config.num_nextn_predict_layers:
+        leaves['mtp'] = mtp_leaves(config)
     for layer in range(config.num_hidden_layers):
         leaves[f'layers_{layer}'] = layer_leaves(config, layer)
     return leaves

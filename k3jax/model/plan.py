@@ -166,6 +166,13 @@ def stacks(plan: Plan) -> Iterator[Stack]:
                 yield Stack((block.name, segment.name, run.name), layers.squeeze(single))
 
 
+def bodies(config: ModelConfig, plan: Plan) -> Iterator[Stack]:
+    """`stacks`, and the layer of multi-token prediction, which counts as the one after the last."""
+    yield from stacks(plan)
+    if config.num_nextn_predict_layers:
+        yield Stack(('mtp', 'layer'), np.array(config.num_hidden_layers))
+
+
 def at(tree: Any, path: tuple[str, ...]) -> Any:
     """What lies at `path` in nested dicts."""
     return functools.reduce(lambda node, name: node[name], path, tree)

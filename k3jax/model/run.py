@@ -23,6 +23,7 @@ class Run(NamedTuple):
       implementation: of the kernels; None for the best for the platform lowered for.
       watch: what layers report of a forward pass; None for nothing.
       quantisation: of the routed experts; activations here, weights in `train.state.working_copy`.
+      taps: 0-based layers whose output the model hands out; see `kimi.tap_blocks`.
       parallel: the mesh, inside a `shard_map` over all of its axes; None on a single chip.
     """
 
@@ -33,5 +34,6 @@ class Run(NamedTuple):
     keep: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     quantisation: QuantisationConfig = QuantisationConfig()
+    taps: tuple[int, ...] = ()
     parallel: Parallel | None = None
     watch: Watch | None = None

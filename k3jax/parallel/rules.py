@@ -49,7 +49,7 @@ def _rules(weights: dict[str, tuple[str, ...]], kept: tuple[str, ...], **cuts: t
 
 def _stored(first: tuple[str, ...], second: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Matrices cut along both dimensions, so that each chip stores an equal share of all."""
-    outputs = ('heads', 'kda_heads', 'mlp', 'vocab', 'router', 'rank', 'latent')
+    outputs = ('heads', 'kda_heads', 'mlp', 'vocab', 'router', 'rank', 'latent', 'features')
     return {
         'embed': first,
         **dict.fromkeys(outputs, second),

@@ -28,8 +28,11 @@ def released_form(
 
     Experts that were trained in MXFP4 are quantised from the float32 masters by the rule that
     training had: packed, or in bfloat16 (which is exact) where the family's release has no packed
-    form. Everything else is left as it is.
+    form. A layer of multi-token prediction is left out, as the release has none. Everything else is
+    left as it is.
     """
+    params = {name: tree for name, tree in params.items() if name != 'mtp'}
+    config = dataclasses.replace(config, num_nextn_predict_layers=0)
     if quantisation.weights is None:
         return params, config
     rule, leaves = quantisation.scale_rule, flatten(model_leaves(config))

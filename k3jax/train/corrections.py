@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.config import ModelConfig, OptimizerConfig
-from k3jax.model.plan import Plan, at, stacks
+from k3jax.model.plan import Plan, at, bodies
 from k3jax.model.statistics import LayerStatistics
 from k3jax.train.optim import Correction
 from k3jax.train.qk_clip import clip_factor, row_factors
@@ -28,7 +28,7 @@ def corrections(
       params: that the batch was routed with.
     """
     found: dict[tuple[str, ...], Correction] = {}
-    for path, _ in stacks(plan):
+    for path, _ in bodies(model, plan):
         statistics: LayerStatistics = at(seen, path)
         if statistics.histogram is not None:
             bias = estimated_bias(
@@ -48,13 +48,13 @@ def corrections(
     return found
 
 
-def layer_metrics(seen: Any, plan: Plan) -> dict[str, jax.Array]:
+def layer_metrics(seen: Any, model: ModelConfig, plan: Plan) -> dict[str, jax.Array]:
     """What was seen, of each layer that has it, in the layers' order: one value a layer.
 
     `load_metrics` of layers with experts, and `max_logit` of those with attention (0 where there
     was no token).
     """
-    found = [(layers.ravel(), at(seen, path)) for path, layers in stacks(plan)]
+    found = [(layers.ravel(), at(seen, path)) for path, layers in bodies(model, plan)]
 
     def in_order(parts: list[tuple[np.ndarray, jax.Array]]) -> jax.Array:
         """[layers, ...] of stacks of layers, with their numbers."""

@@ -40,7 +40,7 @@ from k3jax.train.state import (
     check_trainable,
     fresh_state,
 )
-from k3jax.train.step import Batch, losses_of, make_train_step
+from k3jax.train.step import Batch, Extra, losses_of, make_train_step
 from pallas_kernels.common.platform import implementation_on
 
 
@@ -159,7 +159,7 @@ class Trainer:
                 self.model,
                 self.optimizer,
                 grad_accum_steps=train.grad_accum_steps,
-                z_loss=train.z_loss,
+                extra=Extra(train.z_loss, train.mtp_loss_weight),
                 mesh=self.mesh,
                 placed=self._abstract,
             ),
@@ -312,7 +312,7 @@ class Trainer:
                 values |= {
                     name: np.asarray(x).tolist()
                     for name, x in metrics.items()
-                    if x.ndim or name == 'z_loss'
+                    if x.ndim or name in ('z_loss', 'mtp_loss')
                 }
                 writer.write(step, values)
                 if step == first + 1:  # it compiled; the others tell the pace

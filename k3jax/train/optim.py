@@ -39,11 +39,13 @@ _NAMES: dict[Group, str] = {
     'keys_and_values': 'kv_b_proj',
     'matrix': """
         f_a_proj f_b_proj b_proj o_proj g_proj g_a_proj g_b_proj kv_a_proj_with_mqa q_a_proj
-        gate_proj up_proj down_proj routed_expert_down_proj routed_expert_up_proj w1 w2 w3""",
+        gate_proj up_proj down_proj routed_expert_down_proj routed_expert_up_proj w1 w2 w3
+        eh_proj""",
     'router': 'gate',
     'other': """
-        embed_tokens lm_head norm input_layernorm post_attention_layernorm kv_a_layernorm
-        q_a_layernorm o_norm routed_expert_norm A_log dt_bias q_conv1d k_conv1d v_conv1d
+        embed_tokens lm_head norm enorm hnorm input_layernorm post_attention_layernorm
+        kv_a_layernorm q_a_layernorm o_norm routed_expert_norm A_log dt_bias q_conv1d k_conv1d
+        v_conv1d
         self_attention_res_norm self_attention_res_proj mlp_res_norm mlp_res_proj
         output_attn_res_norm output_attn_res_proj""",
     'held': """

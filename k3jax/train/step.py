@@ -26,13 +26,30 @@ Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
 Metrics = dict[str, jax.Array]
 
 
-def batch_losses(model: Kimi, params: Any, batch: Batch) -> tuple[TokenLosses, Any]:
-    """Losses of a batch, [B, T] float32, and what the model's run watches.
+class BatchLosses(NamedTuple):
+    """Of a batch; on a mesh, of this chip's part.
 
-    On a mesh, this chip's.
+    Attributes:
+      main: of each target, [B, T].
+      mtp: -log p of each target after those, [B, T] float32, or None.
+      seen: what the model's run watches.
     """
-    output = model.apply({'params': params}, batch['tokens'], batch['segment_ids'])
-    return token_losses(lm_head(model, params), output.hidden, batch['targets']), output.seen
+
+    main: TokenLosses
+    mtp: jax.Array | None
+    seen: Any
+
+
+def batch_losses(model: Kimi, params: Any, batch: Batch) -> BatchLosses:
+    """What `model` makes of a batch; `mtp` if that has `next_targets`."""
+    weight, after = lm_head(model, params), batch.get('next_targets')
+    arguments = batch['tokens'], batch['segment_ids']
+    if after is None:
+        output = model.apply({'params': params}, *arguments)
+        return BatchLosses(token_losses(weight, output.hidden, batch['targets']), None, output.seen)
+    output = model.apply({'params': params}, *arguments, next_tokens=batch['targets'])
+    main = token_losses(weight, output.hidden, batch['targets'])
+    return BatchLosses(main, token_losses(weight, output.next_hidden, after).nll, output.seen)
 
 
 @functools.cache
@@ -47,7 +64,7 @@ def losses_of(
 
     def losses(params: Any, batch: Batch) -> jax.Array:
         def of_slice(one: Batch) -> jax.Array:
-            return batch_losses(model, params, one)[0].nll
+            return batch_losses(model, params, one).main.nll
 
         if num_slices == 1:
             return of_slice(batch)
@@ -68,11 +85,40 @@ def _slices(batch: Batch, num_slices: int) -> Batch:
     return jax.tree.map(lambda x: x.reshape(num_slices, -1, *x.shape[1:]), batch)
 
 
+class Extra(NamedTuple):
+    """What is minimised beside the loss, by weight; 0: not at all.
+
+    z: the squares of `log_z`. mtp: the loss of multi-token prediction, in models that have it.
+    """
+
+    z: float = 0.0
+    mtp: float = 0.0
+
+
+LOSS_ALONE = Extra()
+
+
 class Sums(NamedTuple):
-    """Over the targets of a batch. nll: -log p(target). z: squares of `log_z`."""
+    """Over the targets of a batch.
+
+    nll: -log p(target). z: squares of `log_z`. mtp: -log p of the targets after those.
+    """
 
     nll: jax.Array
     z: jax.Array
+    mtp: jax.Array
+
+    def objective(self, extra: Extra) -> jax.Array:
+        total = self.nll
+        for weight, term in ((extra.z, self.z), (extra.mtp, self.mtp)):
+            total = total + weight * term if weight else total
+        return total
+
+
+def next_targets(targets: jax.Array) -> jax.Array:
+    """[B, T]: the target of the next token, of the same document and row; IGNORE without one."""
+    after = jnp.pad(targets[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE)
+    return jnp.where(targets == IGNORE, IGNORE, after)
 
 
 class Gradient(NamedTuple):
@@ -80,7 +126,7 @@ class Gradient(NamedTuple):
 
     Attributes:
       sums: its losses.
-      grads: of sums.nll + z_loss * sums.z, as the parameters are cut.
+      grads: of `sums.objective`, as the parameters are cut.
       seen: what the model's run watches, of the whole batch.
     """
 
@@ -90,14 +136,15 @@ class Gradient(NamedTuple):
 
 
 def make_gradient(
-    model: Kimi, grad_accum_steps: int, mesh: Mesh | None, z_loss: float = 0.0
+    model: Kimi, grad_accum_steps: int, mesh: Mesh | None, extra: Extra = LOSS_ALONE
 ) -> Callable[[Any, Batch], Gradient]:
-    """(params, batch) -> Gradient."""
+    """(params, batch) -> Gradient; with `extra.mtp`, the batch has `next_targets` too."""
 
     def objective(params: Any, batch: Batch) -> tuple[jax.Array, tuple[Sums, Any]]:
-        losses, seen = batch_losses(model, params, batch)
-        sums = Sums(jnp.sum(losses.nll), jnp.sum(losses.log_z**2))
-        return sums.nll + z_loss * sums.z if z_loss else sums.nll, (sums, seen)
+        found = batch_losses(model, params, batch)
+        mtp = jnp.float32(0.0) if found.mtp is None else jnp.sum(found.mtp)
+        sums = Sums(jnp.sum(found.main.nll), jnp.sum(found.main.log_z**2), mtp)
+        return sums.objective(extra), (sums, found.seen)
 
     gradient = jax.grad(objective, has_aux=True)
 
@@ -156,23 +203,27 @@ def make_train_step(
     optimizer: Optimizer,
     *,
     grad_accum_steps: int = 1,
-    z_loss: float = 0.0,
+    extra: Extra = LOSS_ALONE,
     mesh: Mesh | None = None,
     placed: TrainState | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The pure step function, to be jitted with the state donated.
 
     The loss is the mean over all targets of the batch, whatever the number of accumulation slices;
-    `z_loss` times the mean square of `log_z` is added to what is minimised.
+    `extra` is added, by weight, to what is minimised.
     placed: the abstract state, where parts of it wait in the host's memory between steps.
     """
     balance = optimizer.config.quantile_balance
     watch = Watch(balance.bins if balance.enabled else 0)
     watched = model.clone(run=model.run._replace(watch=watch))
-    gradient = make_gradient(watched, grad_accum_steps, mesh, z_loss)
+    mtp = model.config.num_nextn_predict_layers > 0
+    extra = extra if mtp else extra._replace(mtp=0.0)
+    gradient = make_gradient(watched, grad_accum_steps, mesh, extra)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         working = working_copy(model, state.params)
+        if mtp:
+            batch = batch | {'next_targets': next_targets(batch['targets'])}
         sums, grads, seen = gradient(working, batch)
         rules = corrections(seen, working, model.config, model.plan, optimizer.config)
         count = jnp.maximum(jnp.sum(batch['targets'] != IGNORE), 1)
@@ -191,8 +242,11 @@ def make_train_step(
                 placed=None if placed is None else (placed.params, placed.opt_state),
             )
         metrics = {'loss': loss, 'grad_norm': norm, 'targets': count}
-        metrics |= {'z_loss': z_loss * sums.z / count} if z_loss else {}
-        metrics |= layer_metrics(seen, model.plan)
+        metrics |= {'z_loss': extra.z * sums.z / count} if extra.z else {}
+        if mtp:
+            after = jnp.maximum(jnp.sum(batch['next_targets'] != IGNORE), 1)
+            metrics['mtp_loss'] = sums.mtp / after
+        metrics |= layer_metrics(seen, model.config, model.plan)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step

@@ -94,7 +94,7 @@ def test_first_snapshots_are_the_embedding_and_the_sum_of_a_block_without_it():
     """The oracle's own bookkeeping, which the comparison above relies on."""
     config, params = tiny.k3(), tiny.random_params(tiny.k3())
     tokens = tokens_of(1)[0]
-    _, bank = oracle.hidden_states(config, params, tokens)
+    _, bank, _ = oracle.hidden_states(config, params, tokens)
     assert len(bank) == 3
     np.testing.assert_array_equal(bank[0], params['embed_tokens'][tokens])
     # Without any sublayer output in the first block, its sum is zero and not the embedding.
@@ -104,7 +104,7 @@ def test_first_snapshots_are_the_embedding_and_the_sum_of_a_block_without_it():
     moe = params['layers_1']['block_sparse_moe']
     moe['routed_expert_up_proj'] *= 0
     moe['shared_experts']['down_proj'] *= 0
-    _, bank = oracle.hidden_states(config, params, tokens)
+    _, bank, _ = oracle.hidden_states(config, params, tokens)
     assert not np.any(bank[1])
 
 

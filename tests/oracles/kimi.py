@@ -185,7 +185,7 @@ def feed_forward(p, x, config, layer):
 
 
 def hidden_states(config, params, tokens):
-    """Final hidden states [T, D] of one document, and the snapshots taken on the way."""
+    """Of one document: final hidden states [T, D], snapshots taken on the way, the last sum."""
     eps = config.rms_norm_eps
     prefix = wide(params['embed_tokens'])[np.asarray(tokens)]
     bank = []
@@ -212,7 +212,21 @@ def hidden_states(config, params, tokens):
     if bank:
         norm, proj = params['output_attn_res_norm'], params['output_attn_res_proj']
         h = residual_read(bank, prefix, norm, proj, eps)
-    return rms(h, params['norm'], eps), bank
+    return rms(h, params['norm'], eps), bank, prefix
+
+
+def mtp_logits(config, params, tokens):
+    """[T - 1, Z], of each token after next, of one document; `config` has an MLA layer for it."""
+    eps, p = config.rms_norm_eps, params['mtp']
+    hidden = hidden_states(config, params, tokens)[2][:-1]
+    embedded = wide(params['embed_tokens'])[np.asarray(tokens)][1:]
+    pair = [rms(embedded, p['enorm'], eps), rms(hidden, p['hnorm'], eps)]
+    x = times(np.concatenate(pair, -1), p['eh_proj'])
+    layer = p['layer']
+    x = x + mla_mixer(layer['self_attn'], rms(x, layer['input_layernorm'], eps), config)
+    y = rms(x, layer['post_attention_layernorm'], eps)
+    x = x + moe(layer['block_sparse_moe'], y, config)
+    return times(rms(x, p['norm'], eps), params['lm_head'])
 
 
 def logits(config, params, tokens):

@@ -19,7 +19,7 @@ from k3jax.train import losses, optim
 from k3jax.train.corrections import BIAS, layer_metrics
 from k3jax.train.quantile_balance import estimated_bias
 from k3jax.train.state import TrainState
-from k3jax.train.step import losses_of, make_train_step
+from k3jax.train.step import Extra, losses_of, make_train_step
 from tests import tiny
 
 CONFIG = tiny.k3()
@@ -182,7 +182,7 @@ def still(params, batch):
         qk_clip_threshold=THRESHOLD,
     )
     optimizer = optim.make_optimizer(config, 10, MODEL)
-    step = jax.jit(make_train_step(MODEL, optimizer, z_loss=0.5))
+    step = jax.jit(make_train_step(MODEL, optimizer, extra=Extra(z=0.5)))
     first, metrics = step(TrainState(jnp.int32(0), params, optimizer.init(params)), batch)
     return metrics, *step(first, batch)
 
@@ -232,9 +232,9 @@ def test_metrics_of_layers_stand_in_their_order():
             load=jnp.asarray(numbers[layers][..., None] * np.array([1, 0]) + 1),
             max_logit=jnp.asarray(np.stack([numbers[layers], -numbers[layers]], axis=-1)),
         )
-    metrics = layer_metrics(seen, MODEL.plan)
+    metrics = layer_metrics(seen, CONFIG, MODEL.plan)
     np.testing.assert_array_equal(metrics['max_logit'], numbers)
     np.testing.assert_allclose(metrics['maxvio'], 2 * (numbers + 1) / (numbers + 2) - 1, rtol=1e-6)
     for value, want in ((jnp.nan, np.nan), (jnp.inf, np.inf), (-jnp.inf, 0.0)):
         one = jax.tree.map(lambda x, v=value: jnp.full_like(x, v), seen)
-        np.testing.assert_array_equal(layer_metrics(one, MODEL.plan)['max_logit'], want)
+        np.testing.assert_array_equal(layer_metrics(one, CONFIG, MODEL.plan)['max_logit'], want)
