@@ -29,6 +29,18 @@ class MLACache(NamedTuple):
     key: jax.Array
 
 
+class UnrolledCache(NamedTuple):
+    """Of an MLA layer in the steps of a draft that is trained; C = latent and shared key.
+
+    first: [B, T, C] of the first step. later: [J - 1, B, T, C] of steps 2 .. J, each moved on by a
+    token a step. step: int32, that of the next call, from 1.
+    """
+
+    first: jax.Array
+    later: jax.Array
+    step: jax.Array
+
+
 class Cache(NamedTuple):
     """length: [B] int32, tokens seen. layers: nested and stacked as the parameters are."""
 
@@ -36,9 +48,10 @@ class Cache(NamedTuple):
     layers: dict[str, Any]
 
 
-def _layer_cache(
+def layer_cache(
     config: ModelConfig, layer: int, lead: tuple[int, ...], batch: int, size: int, dtype: jnp.dtype
 ) -> KDACache | MLACache:
+    """An empty cache of a layer, or of layers stacked on the axes `lead`."""
     if not config.is_kda(layer):
         return MLACache(
             jnp.zeros((*lead, batch, size, config.kv_lora_rank), dtype),
@@ -89,7 +102,7 @@ def init_cache(config: ModelConfig, plan: Plan, batch: int, size: int, dtype: jn
         for name in stack.path[:-1]:
             node = node.setdefault(name, {})
         lead = stack.layers.shape
-        node[stack.path[-1]] = _layer_cache(
+        node[stack.path[-1]] = layer_cache(
             config, int(stack.layers.flat[0]), lead, batch, size, dtype
         )
     return Cache(jnp.zeros((batch,), jnp.int32), layers)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.config import ModelConfig
-from k3jax.model.cache import MLACache
+from k3jax.model.cache import MLACache, UnrolledCache
 from k3jax.model.norms import project, rms_norm
 from k3jax.model.run import Run
 from k3jax.model.statistics import LayerStatistics
+from k3jax.model.unroll import unrolled_attention
 from k3jax.parallel.attention_cp import Expand, from_balanced, sequence_attention, to_balanced
 from k3jax.parallel.sequence import Row
 from pallas_kernels.mla import causal_attention
@@ -24,7 +25,7 @@ QUERY_BLOCK = 512
 KEY_BLOCK = 512
 
 
-def _expand(
+def expand(
     config: ModelConfig, compressed: jax.Array, kv_b_proj: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Per-head keys [B, S, H, qk] and values [B, S, H, V] of latents and shared keys [B, S, R]."""
@@ -38,8 +39,8 @@ def _expand(
 
 @functools.cache
 def _expansion(config: ModelConfig) -> Expand:
-    """`_expand` of this model, the same object at every call."""
-    return functools.partial(_expand, config)
+    """`expand` of this model, the same object at every call."""
+    return functools.partial(expand, config)
 
 
 def cached_attention(
@@ -65,7 +66,7 @@ def cached_attention(
             latent = lax.dynamic_slice_in_dim(cache.latent, start, block, axis=1)
             key = lax.dynamic_slice_in_dim(cache.key, start, block, axis=1)
             compressed = jnp.concatenate([latent, key], axis=-1).astype(q.dtype)
-            k, v = _expand(config, compressed, params['kv_b_proj'])
+            k, v = expand(config, compressed, params['kv_b_proj'])
             scores = jnp.einsum('bthk,bshk->bhts', q, k, preferred_element_type=wide)
             place = start + jnp.arange(block)
             seen = (place <= position[..., None]) & (place >= i * block)
@@ -133,11 +134,11 @@ def mla_mixer(
     config: ModelConfig,
     *,
     segment_ids: jax.Array | None,
-    cache: MLACache | None,
+    cache: MLACache | UnrolledCache | None,
     length: jax.Array | None,
     run: Run,
     row: Row | None = None,
-) -> tuple[jax.Array, MLACache | None, LayerStatistics | None]:
+) -> tuple[jax.Array, MLACache | UnrolledCache | None, LayerStatistics | None]:
     """One MLA layer's attention output.
 
     Args:
@@ -180,8 +181,11 @@ def mla_mixer(
         )
         if cache is not None:
             cache = MLACache(latent.astype(cache.latent.dtype), key.astype(cache.key.dtype))
+    elif isinstance(cache, UnrolledCache):
+        expansion = functools.partial(expand, config, kv_b_proj=params['kv_b_proj'])
+        o, cache = unrolled_attention(q, compressed, expansion, cache, segment_ids)
     elif cache is None:
-        k, v = _expand(config, compressed, params['kv_b_proj'])
+        k, v = expand(config, compressed, params['kv_b_proj'])
         options = {'implementation': run.implementation, 'with_max_logit': True}
         o, top = causal_attention(q, k, v, segment_ids, **options)
     else:

@@ -1,35 +1,88 @@
-"""Which token comes next: greedy, temperature, nucleus."""
+"""Which token comes next: greedy, temperature, nucleus; and which guesses of a draft may stand."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-def sample(
-    logits: jax.Array, key: jax.Array, temperature: jax.Array, top_p: jax.Array
-) -> jax.Array:
-    """One token a row.
+class Choice(NamedTuple):
+    """How the next token is taken.
 
-    Args:
-      logits: [B, Z] float32.
+    Attributes:
       temperature: scalar; 0 takes the most likely token.
       top_p: scalar in (0, 1]; tokens outside the smallest set with this much probability are
         never taken.
-
-    Returns:
-      [B] int32.
+      num_ids: ids from here on stand for nothing, and are never taken.
     """
-    greedy = jnp.argmax(logits, axis=-1)
-    scaled = logits / jnp.maximum(temperature, 1e-6)
+
+    temperature: jax.Array
+    top_p: jax.Array
+    num_ids: jax.Array
+
+
+def _adjusted(logits: jax.Array, choice: Choice) -> jax.Array:
+    """Logits [..., Z] of what is drawn from at a temperature above 0; -inf for what is never."""
+    allowed = jnp.arange(logits.shape[-1]) < choice.num_ids
+    scaled = jnp.where(allowed, logits, -jnp.inf) / jnp.maximum(choice.temperature, 1e-6)
 
     def nucleus(scaled: jax.Array) -> jax.Array:
         descending = -jnp.sort(-scaled, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        kept = jnp.cumsum(probs, axis=-1) - probs < top_p
+        kept = jnp.cumsum(probs, axis=-1) - probs < choice.top_p
         threshold = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         return jnp.where(scaled >= threshold, scaled, -jnp.inf)
 
-    scaled = jax.lax.cond(top_p < 1.0, nucleus, lambda x: x, scaled)
-    drawn = jax.random.categorical(key, scaled, axis=-1)
-    return jnp.where(temperature > 0.0, drawn, greedy).astype(jnp.int32)
+    return jax.lax.cond(choice.top_p < 1.0, nucleus, lambda x: x, scaled)
+
+
+def probabilities(logits: jax.Array, choice: Choice) -> jax.Array:
+    """What the next token is drawn from, [..., Z] float32; at temperature 0 a single one."""
+    adjusted = _adjusted(logits, choice)
+    greedy = jax.nn.one_hot(jnp.argmax(adjusted, axis=-1), logits.shape[-1])
+    return jnp.where(choice.temperature > 0.0, jax.nn.softmax(adjusted, axis=-1), greedy)
+
+
+def sample(logits: jax.Array, key: jax.Array, choice: Choice) -> jax.Array:
+    """One token a row, [...] int32, of logits [..., Z] float32."""
+    adjusted = _adjusted(logits, choice)
+    drawn = jax.random.categorical(key, adjusted, axis=-1)
+    greedy = jnp.argmax(adjusted, axis=-1)
+    return jnp.where(choice.temperature > 0.0, drawn, greedy).astype(jnp.int32)
+
+
+def accept(
+    p: jax.Array, q: jax.Array, guesses: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """How many guesses of each row stand, and the token after them: together drawn from p.
+
+    A guess x stands with probability min(1, p(x) / q(x)). After the first that does not, the token
+    is drawn from what p has more than q; after all, from the last p.
+
+    Args:
+      p: [B, J + 1, Z], what the model says at each guess and after the last.
+      q: [B, J, Z], what the guesses were drawn from.
+      guesses: [B, J] int32.
+
+    Returns:
+      [B] int32, 0..J; and [B] int32.
+    """
+    batch, num_guesses = guesses.shape
+    for_guesses, for_token = jax.random.split(key)
+
+    def of_guess(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, guesses[..., None], axis=-1)[..., 0]
+
+    stands = jax.random.uniform(for_guesses, guesses.shape) * of_guess(q) < of_guess(p[:, :-1])
+    count = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1)
+    # After the last guess nothing was drawn, and all of p is left.
+    q = jnp.concatenate([q, jnp.zeros((batch, 1, q.shape[-1]), q.dtype)], axis=1)
+    here = count[:, None, None]
+    p, q = (jnp.take_along_axis(x, here, axis=1)[:, 0] for x in (p, q))
+    more = jnp.maximum(p - q, 0)
+    # Where p and q are equal but for rounding, nothing may be left.
+    more = jnp.where(jnp.sum(more, axis=-1, keepdims=True) > 0, more, p)
+    token = jax.random.categorical(for_token, jnp.log(more), axis=-1)
+    return count.astype(jnp.int32), token.astype(jnp.int32)

@@ -8,7 +8,7 @@ import pytest
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.run import Run
 from k3jax.serve import generate as generate_lib
-from k3jax.serve.sampling import sample
+from k3jax.serve.sampling import Choice, sample
 from k3jax.train.eval import logits_of
 from tests import tiny
 
@@ -90,8 +90,10 @@ def test_bad_requests_are_errors_that_name_the_thing(params, prompt, settings, m
 
 def draws(logits, count=4000, **settings):
     keys = jax.random.split(jax.random.key(0), count)
-    arguments = (jnp.float32(settings['temperature']), jnp.float32(settings['top_p']))
-    tokens = jax.vmap(lambda key: sample(logits[None], key, *arguments)[0])(keys)
+    choice = Choice(
+        jnp.float32(settings['temperature']), jnp.float32(settings['top_p']), len(logits)
+    )
+    tokens = jax.vmap(lambda key: sample(logits[None], key, choice)[0])(keys)
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
