@@ -55,6 +55,7 @@ DIRECTIONS = {
     ),
     'k3jax.serve': (
         'k3jax.config',
+        'k3jax.config_dict',
         'k3jax.convert',
         'k3jax.data',
         'k3jax.model',
@@ -62,6 +63,14 @@ DIRECTIONS = {
         'k3jax.serve',
         'k3jax.train',
         'pallas_kernels',
+    ),
+    'k3jax.post_train': (
+        'k3jax.config',
+        'k3jax.data',
+        'k3jax.model',
+        'k3jax.post_train',
+        'k3jax.serve',
+        'k3jax.train',
     ),
     'configs': ('configs', 'k3jax.config'),
     'experiments': ('configs', 'k3jax', 'pallas_kernels'),

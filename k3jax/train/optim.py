@@ -40,7 +40,7 @@ _NAMES: dict[Group, str] = {
     'matrix': """
         f_a_proj f_b_proj b_proj o_proj g_proj g_a_proj g_b_proj kv_a_proj_with_mqa q_a_proj
         gate_proj up_proj down_proj routed_expert_down_proj routed_expert_up_proj w1 w2 w3
-        eh_proj""",
+        eh_proj fc""",
     'router': 'gate',
     'other': """
         embed_tokens lm_head norm enorm hnorm input_layernorm post_attention_layernorm
@@ -344,6 +344,18 @@ def _clipped(grad: jax.Array, norm: jax.Array, most: float) -> jax.Array:
     return jnp.where(norm < most, grad, grad / norm * most)
 
 
+def rule_of(name: str, leaf: Leaf, model: ModelConfig, config: OptimizerConfig) -> Rule:
+    """What moves a parameter of one layer, on a single chip.
+
+    Raises:
+      ConfigError: no group has it, or its rows do not divide by the heads.
+    """
+    label = _label(name, leaf, config)
+    if label != 'muon':
+        return Rule(label)
+    return Rule(label, blocks_of(name, leaf, model, config.muon.split_kv_b))
+
+
 def make_optimizer(
     config: OptimizerConfig, num_steps: int, model: Kimi, mesh: Mesh | None = None
 ) -> Optimizer:
@@ -355,12 +367,11 @@ def make_optimizer(
     parallel = model.run.parallel
 
     def rule(name: str, leaf: Leaf, lead: tuple[int, ...]) -> Rule:
-        label, blocks, spec = _label(name, leaf, config), None, None
-        if label == 'muon':
-            blocks = blocks_of(name, leaf, model.config, config.muon.split_kv_b)
+        found = rule_of(name, leaf, model.config, config)
         if parallel is not None:
             spec = PartitionSpec(*[None] * len(lead), *parallel.spec(leaf))
-        return Rule(label, blocks, spec, len(lead))
+            found = dataclasses.replace(found, spec=spec)
+        return dataclasses.replace(found, lead=len(lead))
 
     rules = map_leaves(rule, model.config, model.plan)
     mesh = None if parallel is None else mesh

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from k3jax.config import ConfigError
+from k3jax.config import ConfigError, QuantisationConfig
 from k3jax.model.kimi import Kimi
-from k3jax.model.layout import Leaf
+from k3jax.model.layout import Leaf, Tree
 from k3jax.model.param import map_leaves
 from k3jax.parallel.rules import axes_of
 from k3jax.parallel.shard import Parallel
@@ -27,6 +27,17 @@ def check_cut(leaf: Leaf, parallel: Parallel) -> None:
         )
 
 
+def quantised_leaves(leaves: Tree, params: Any, how: QuantisationConfig) -> Any:
+    """`params`, like `leaves`, with the experts' weights as MXFP4 has them if `how` says so."""
+    if how.weights is None:
+        return params
+    return jax.tree.map(
+        lambda leaf, x: fake_quantise_mxfp4(x, how.scale_rule) if leaf.quantisable else x,
+        leaves,
+        params,
+    )
+
+
 def quantised(model: Kimi, params: Any) -> Any:
     """The parameters, with the routed experts' weights as MXFP4 has them if the run trains so.
 
@@ -40,14 +51,10 @@ def quantised(model: Kimi, params: Any) -> Any:
     if how.weights is None:
         return params
 
-    def chosen(name: str, leaf: Leaf, lead: tuple[int, ...]) -> bool:
+    def checked(name: str, leaf: Leaf, lead: tuple[int, ...]) -> Leaf:
         del name, lead
         if leaf.quantisable and parallel is not None:
             check_cut(leaf, parallel)
-        return leaf.quantisable
+        return leaf
 
-    return jax.tree.map(
-        lambda x, yes: fake_quantise_mxfp4(x, how.scale_rule) if yes else x,
-        params,
-        map_leaves(chosen, model.config, model.plan),
-    )
+    return quantised_leaves(map_leaves(checked, model.config, model.plan), params, how)
