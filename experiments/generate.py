@@ -7,8 +7,10 @@ import json
 from absl import flags
 
 from k3jax.flags import activations, define_activations_flags, run_main, token_ids
+from k3jax.serve.draft_folder import open_draft
 from k3jax.serve.generate import generate
 from k3jax.serve.load import Loaded, open_model, use_dtype
+from k3jax.serve.speculative import generate_speculatively
 
 _CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Converted folder or training workdir.', required=True
@@ -20,6 +22,10 @@ _TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0: always the most likely
 _TOP_P = flags.DEFINE_float('top_p', 1.0, 'Sample from the likeliest tokens with this mass.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the sampling.')
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'Compute dtype.')
+_DRAFT = flags.DEFINE_string(
+    'draft', None, 'Workdir of experiments.draft: its guesses make the same text come faster.'
+)
+_NUM_GUESSES = flags.DEFINE_integer('num_guesses', 7, 'Tokens that a draft guesses at a time.')
 define_activations_flags()
 _JSON = flags.DEFINE_bool('json', False, 'Print {"token_ids": [...], "text": ...} as last line.')
 
@@ -48,10 +54,7 @@ def main(argv: list[str]) -> None:
     tokenizer, stop_ids = loaded.tokenizer, {loaded.model.config.eos_token_id}
     if tokenizer is not None:
         stop_ids |= {tokenizer.eos_id, tokenizer.end_of_msg_id}
-    stream = generate(
-        loaded.model,
-        loaded.params,
-        _encode(loaded),
+    options = dict(
         max_new_tokens=_MAX_NEW_TOKENS.value,
         temperature=_TEMPERATURE.value,
         top_p=_TOP_P.value,
@@ -59,6 +62,13 @@ def main(argv: list[str]) -> None:
         stop_ids=frozenset(stop_ids),
         num_ids=None if tokenizer is None else tokenizer.vocab_size,
     )
+    model, params, prompt = loaded.model, loaded.params, _encode(loaded)
+    if _DRAFT.value is None:
+        stream = generate(model, params, prompt, **options)
+    else:
+        model, draft = open_draft(_DRAFT.value, model)
+        options['num_guesses'] = _NUM_GUESSES.value
+        stream = generate_speculatively(model, params, draft, prompt, **options)
     new = list(stream)
     text = None if tokenizer is None else tokenizer.decode(new)
     if _JSON.value:
