@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 RULES = ('py_binary', 'py_library', 'py_test')
 FUNCTIONS = (*RULES, 'glob', 'load', 'package')
 # Where the import name is not the distribution's.
-DISTRIBUTIONS = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint', 'mlx_lm': 'mlx-lm'}
+DISTRIBUTIONS = {
+    'PIL': 'pillow',
+    'absl': 'absl-py',
+    'mlx_lm': 'mlx-lm',
+    'orbax': 'orbax-checkpoint',
+}
 
 # What each part of the project may import; the longest name that fits a module counts.
 DIRECTIONS = {

@@ -1,0 +1,254 @@
+"""How an image file becomes patches: read, scaled down if need be, padded, cut into squares.
+
+Source: the release's `preprocessor_config.json` (`media_proc_cfg`); where that is silent, the
+public processors for K3, which agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+from PIL import Image, UnidentifiedImageError
+
+MERGE = 2  # patches along each side that become one token
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message names the file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Limits and constants of the processor; field names are the release's own."""
+
+    patch_size: int = 14
+    in_patch_limit: int = 65536  # of an image, before padding
+    patch_limit_on_one_side: int = 512
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    chessboard_square: int = 8  # pixels of a square behind what is transparent
+    chessboard_white: int = 255
+    chessboard_gray: int = 180
+    max_pixels: int = 7168 * 7168  # of a file, before it is scaled: larger ones are refused
+    max_bytes: int = 32 * 2**20  # of a file
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1 and not field.name.startswith('chessboard_'):
+                raise ValueError(f'images.{field.name}: got {value}, wanted 1 or more')
+        if not all(x > 0 for x in self.image_std):
+            raise ValueError(f'images.image_std: got {self.image_std}, wanted numbers above 0')
+
+
+def image_config(processor: Mapping[str, Any]) -> ImageConfig:
+    """What a release's `preprocessor_config.json` says; a constant it does not name is K3's.
+
+    Raises:
+      ValueError: a value of a wrong kind; names it.
+    """
+    cfg = processor.get('media_proc_cfg', processor)
+    background = cfg.get('transparent_bg_config') or {}
+    found = {
+        name: cfg.get(name) for name in ('patch_size', 'in_patch_limit', 'patch_limit_on_one_side')
+    }
+    found['image_mean'], found['image_std'] = cfg.get('image_mean'), cfg.get('image_std')
+    names = {'square': 'chessboard_square', 'white': 'chessboard_white', 'gray': 'chessboard_gray'}
+    found |= {ours: background.get(theirs) for theirs, ours in names.items()}
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        is_list = name in ('image_mean', 'image_std')
+        ok = isinstance(value, list) and len(value) == 3 if is_list else type(value) is int
+        if not ok:
+            wanted = 'three numbers' if is_list else 'a whole number'
+            raise ValueError(f'preprocessor_config.json: {name}: got {value!r}, wanted {wanted}')
+        values[name] = tuple(map(float, value)) if is_list else value
+    return ImageConfig(**values)
+
+
+class ImagePlan(NamedTuple):
+    """What becomes of an image of some size.
+
+    Attributes:
+      width, height: of the file's image, as the prompt tells them.
+      new_width, new_height: after scaling, in pixels.
+      rows, columns: of patches, with padding at the right and the bottom; both even.
+    """
+
+    width: int
+    height: int
+    new_width: int
+    new_height: int
+    rows: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns // MERGE**2
+
+
+def plan_image(
+    width: int, height: int, config: ImageConfig, patch_limit: int | None = None
+) -> ImagePlan:
+    """How an image is scaled and padded; it is never scaled up.
+
+    The limit on patches holds before padding, so that a plan may have a few more.
+
+    Args:
+      width, height: in pixels.
+      patch_limit: in place of the config's, as for a frame of a video.
+    """
+    if width < 1 or height < 1:
+        raise ValueError(f'image: got {width}x{height} pixels, wanted at least 1x1')
+    size, side = config.patch_size, config.patch_limit_on_one_side * config.patch_size
+    patches = max(1, width // size) * max(1, height // size)
+    limit = config.in_patch_limit if patch_limit is None else patch_limit
+    scale = min(1.0, math.sqrt(limit / patches), side / width, side / height)
+    new_width, new_height = (min(max(int(x * scale), 1), side) for x in (width, height))
+    unit = MERGE * size
+    return ImagePlan(
+        width,
+        height,
+        new_width,
+        new_height,
+        MERGE * -(-new_height // unit),
+        MERGE * -(-new_width // unit),
+    )
+
+
+def _opened(data: bytes, name: str, config: ImageConfig) -> Image.Image:
+    if not data:
+        raise ImageError(f'{name}: an empty file, wanted an image')
+    if len(data) > config.max_bytes:
+        raise ImageError(
+            f'{name}: got {len(data)} bytes, wanted at most {config.max_bytes} (images.max_bytes)'
+        )
+    try:
+        with warnings.catch_warnings():
+            # Its own limit comes later and is another one.
+            warnings.simplefilter('ignore', Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        raise ImageError(f'{name}: not an image of a kind that is known here') from None
+    except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+        raise ImageError(f'{name}: cannot be read as an image ({error})') from None
+    width, height = image.size
+    if width * height > config.max_pixels:
+        raise ImageError(
+            f'{name}: got {width}x{height} pixels, wanted at most {config.max_pixels} '
+            '(images.max_pixels)'
+        )
+    return image
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """An image of 16 bits a channel, or of numbers, as gray of 8: its highest bits."""
+    if image.mode not in ('I;16', 'I;16B', 'I;16L', 'I', 'F'):
+        return image
+    values = np.asarray(image)
+    if image.mode != 'F':
+        values = np.clip(values, 0, 65535) // 257
+    return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8), 'L')
+
+
+def read_image(data: bytes, name: str, config: ImageConfig) -> Image.Image:
+    """The first frame of an image file, RGB or RGBA.
+
+    Gray becomes three equal channels, 16 bits become their highest 8, a palette its colours, CMYK
+    RGB. EXIF rotation is not applied (UNCONFIRMED for K3): the size in the prompt is that of the
+    stored pixels.
+
+    Args:
+      data: of the file. name: for messages.
+
+    Raises:
+      ImageError: empty, no image, damaged, or beyond a limit; names the file.
+    """
+    image = _opened(data, name, config)
+    try:
+        image.load()
+        image = _eight_bits(image)
+        has_alpha = 'A' in image.getbands() or 'transparency' in image.info
+        return image.convert('RGBA' if has_alpha else 'RGB')
+    except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as error:
+        raise ImageError(f'{name}: a damaged image ({error})') from None
+
+
+def _on_chessboard(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
+    """RGBA [H, W, 4] over white and gray squares, white at the top left: RGB, truncated."""
+    square = config.chessboard_square
+    rows, columns = (np.arange(n) // square for n in pixels.shape[:2])
+    is_gray = (rows[:, None] + columns) % 2 == 1
+    behind = np.where(is_gray, config.chessboard_gray, config.chessboard_white)[..., None]
+    alpha = pixels[..., 3:] / 255.0
+    return (alpha * pixels[..., :3] + (1 - alpha) * behind).astype(np.uint8)
+
+
+class Patches(NamedTuple):
+    """pixels: [t * h * w, 3, P, P] float32, by frames, rows, columns. grid: (t, h, w)."""
+
+    pixels: np.ndarray
+    grid: tuple[int, int, int]
+
+
+def _scaled(image: Image.Image, plan: ImagePlan, config: ImageConfig) -> np.ndarray:
+    """[rows * P, columns * P, 3] uint8, padded with 0."""
+    size = plan.new_width, plan.new_height
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    pixels = np.asarray(image)
+    if pixels.shape[-1] == 4:
+        pixels = _on_chessboard(pixels, config)
+    whole = plan.rows * config.patch_size, plan.columns * config.patch_size
+    missing = [(0, full - part) for full, part in zip(whole, pixels.shape[:2], strict=True)]
+    return np.pad(pixels, (*missing, (0, 0)))
+
+
+def _cut(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
+    """[rows * columns, 3, P, P] float32, normalised."""
+    size = config.patch_size
+    rows, columns = (n // size for n in pixels.shape[:2])
+    mean, std = (np.asarray(x, np.float32) for x in (config.image_mean, config.image_std))
+    values = (pixels.astype(np.float32) / 255 - mean) / std
+    values = values.reshape(rows, size, columns, size, 3)
+    return np.ascontiguousarray(values.transpose(0, 2, 4, 1, 3).reshape(-1, 3, size, size))
+
+
+def image_patches(image: Image.Image, config: ImageConfig) -> Patches:
+    """What the vision tower is fed of one image, as `read_image` gives it."""
+    plan = plan_image(*image.size, config)
+    return Patches(_cut(_scaled(image, plan, config), config), (1, plan.rows, plan.columns))
+
+
+def load_image(path: epath.PathLike, config: ImageConfig) -> Image.Image:
+    """`read_image` of a file, local or gs://.
+
+    Raises:
+      ImageError: it cannot be read, or used; names it.
+    """
+    path = epath.Path(path)
+    try:
+        size = path.stat().length
+        if size > config.max_bytes:
+            raise ImageError(
+                f'{path}: got {size} bytes, wanted at most {config.max_bytes} (images.max_bytes)'
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise ImageError(f'{path}: cannot be read ({error.strerror or error})') from None
+    return read_image(data, str(path), config)
+
+
+def image_prompt(width: int, height: int) -> str:
+    """How a prompt shows an image of this size; the pad stands for as many as it has tokens."""
+    size = f'{width}x{height}'
+    return f'<|media_begin|>image {size}<|media_content|><|media_pad|><|media_end|>'
