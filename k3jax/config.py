@@ -241,6 +241,45 @@ def _whole_groups(model: ModelConfig, why: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower and its projector. Source: K3's `vision_config`."""
+
+    hidden_size: int = 1024
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 12
+    qkv_hidden_size: int = 1536  # of all heads, unlike hidden_size
+    intermediate_size: int = 4096
+    patch_size: int = 14
+    pos_emb_height: int = 64
+    pos_emb_width: int = 64
+    pos_emb_interpolation_mode: Literal['bilinear', 'bicubic'] = 'bilinear'
+    norm: Literal['rms', 'layer'] = 'rms'  # 'layer': of K2.5, with a norm before the projector
+    # UNCONFIRMED: the reference leaves it to PyTorch, for which two values are told.
+    norm_eps: float = 1.1920929e-07
+    projector_eps: float = 1e-5
+    bias: bool = False  # of every linear map
+
+    def __post_init__(self) -> None:
+        where = 'model.vision'
+        values = dataclasses.asdict(self)
+        _positive(where, **{k: v for k, v in values.items() if type(v) in (int, float)})
+        require(self.norm in ('rms', 'layer'), f'{where}.norm', self.norm, "'rms' or 'layer'")
+        require(
+            self.pos_emb_interpolation_mode in ('bilinear', 'bicubic'),
+            f'{where}.pos_emb_interpolation_mode',
+            self.pos_emb_interpolation_mode,
+            "'bilinear' or 'bicubic'",
+        )
+        require(
+            self.qkv_hidden_size % (4 * self.num_attention_heads) == 0,
+            f'{where}.qkv_hidden_size',
+            self.qkv_hidden_size,
+            f'a multiple of 4 x {self.num_attention_heads} heads, whose channels turn in two '
+            'directions',
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How many chips share each axis of the work; the product is the number of chips."""
 
