@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import grain
 import numpy as np
 
 from k3jax import config as config_lib
+from k3jax.data import needles as needles_lib
 from k3jax.data import pack, sources
 from k3jax.data import tokenizer as tokenizer_lib
 
@@ -18,6 +20,9 @@ Batch = dict[str, np.ndarray]  # see pack.as_batch
 # Documents are small and their text is quick to encode: threads would only compete with the step.
 _READ_OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 _HELD_OUT_SHUFFLE_SEED = 0
+_MADE_DOCUMENTS = 256  # of a source without end, where all documents are asked for
+
+_Documents = sources.Documents | needles_lib.Needles
 
 
 class TrainIterator(Iterator[Batch]):
@@ -31,7 +36,7 @@ class TrainIterator(Iterator[Batch]):
         self,
         streams: Mapping[int, grain.IterDataset],
         config: config_lib.DataConfig,
-        identity: dict[str, int | str],
+        identity: dict[str, Any],
     ):
         self._iterators = {number: iter(dataset) for number, dataset in streams.items()}
         self._config = config
@@ -100,38 +105,35 @@ def train_iterator(
     Raises:
       ValueError: there are fewer documents than streams, or the source is unusable.
     """
-    documents = sources.open_documents(config, 'train')
-    if len(documents) < config.num_streams:
-        raise ValueError(
-            f'data.source: got {len(documents)} training documents, wanted at least one for each '
-            f'of {config.num_streams} streams (data.num_streams); lower data.max_document_bytes to '
-            'cut them in pieces'
-        )
+    parts = {source: _documents(source, config, tokenizer, 'train') for source in config.shares}
+    for source, documents in parts.items():
+        if len(documents) < config.num_streams:
+            raise ValueError(
+                f'data.source: got {len(documents)} training documents, wanted at least one for '
+                f'each of {config.num_streams} streams (data.num_streams); lower '
+                f'data.max_document_bytes to cut those of {source!r} in pieces'
+            )
 
-    def stream(number: int) -> grain.IterDataset:
+    def rows(documents: _Documents, number: int) -> grain.IterDataset:
         dataset = grain.MapDataset.source(documents)[number :: config.num_streams]
         dataset = dataset.shuffle(seed=config.shuffle_seed).repeat()
-        dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
-        dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
+        dataset = dataset.map(lambda document: _pairs(document, config, tokenizer))
+        return pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
+
+    def stream(number: int) -> grain.IterDataset:
+        # Rows are mixed, not documents: their tokens are as many as the weights say, and no row of
+        # one source depends on another's.
+        mixed = {source: rows(documents, number) for source, documents in parts.items()}
+        dataset = grain.IterDataset.mix(mixed, config.shares)
         # A long document fills many rows in a row; without this a batch would be of one document.
         return grain.experimental.WindowShuffleIterDataset(
             dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed
         )
 
-    identity = {
-        'source': config.source,
-        'num_documents': len(documents),
-        'num_bytes': documents.num_bytes,
-        'vocab_size': tokenizer.vocab_size,
-        'sequence_length': config.sequence_length,
-        'held_out_every': config.held_out_every,
-        'max_document_bytes': config.max_document_bytes,
-        'shuffle_seed': config.shuffle_seed,
-        'shuffle_rows': config.shuffle_rows,
-        'num_streams': config.num_streams,
-    }
     numbers = range(config.num_streams) if streams is None else streams
-    return TrainIterator({number: stream(number) for number in numbers}, config, identity)
+    return TrainIterator(
+        {number: stream(number) for number in numbers}, config, _identity(parts, config, tokenizer)
+    )
 
 
 def held_out_batches(
@@ -142,7 +144,8 @@ def held_out_batches(
     """Batches of the held-out documents, the same on every call and in every process.
 
     Documents come in a fixed random order, so that the first `max_batches` are not all from one
-    corner of the source. The last batch is filled up with padding.
+    corner of the source. The last batch is filled up with padding. Of a mixture, rows come by the
+    weights for as long as each source has some.
 
     Args:
       config: what to read and how to batch it.
@@ -152,20 +155,100 @@ def held_out_batches(
     Raises:
       ValueError: the source is unusable.
     """
-    documents = sources.open_documents(config, 'held_out')
-    dataset = grain.MapDataset.source(documents).shuffle(seed=_HELD_OUT_SHUFFLE_SEED)
-    dataset = dataset.map(lambda piece: pack.with_targets(_encode(piece, tokenizer)))
-    dataset = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
-    dataset = dataset.batch(config.batch_size).map(pack.as_batch)
-    return (_fill_up(batch, config.batch_size) for batch in itertools.islice(dataset, max_batches))
+
+    def rows(source: str) -> Iterator[dict[str, np.ndarray]]:
+        documents = _documents(source, config, tokenizer, 'held_out')
+        dataset = grain.MapDataset.source(documents).shuffle(seed=_HELD_OUT_SHUFFLE_SEED)
+        dataset = dataset.map(lambda document: _pairs(document, config, tokenizer))
+        return iter(pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length))
+
+    mixed = _by_shares({source: rows(source) for source in config.shares}, config.shares)
+    return itertools.islice(_batches(mixed, config.batch_size), max_batches)
+
+
+def _by_shares(
+    rows: dict[str, Iterator[dict[str, np.ndarray]]], shares: Mapping[str, float]
+) -> Iterator[dict[str, np.ndarray]]:
+    """All rows of all sources; at any time each has given its share, if it had as many."""
+    given = dict.fromkeys(rows, 0)
+    while rows:
+        source = min(rows, key=lambda source: (given[source] + 1) / shares[source])
+        row = next(rows[source], None)
+        if row is None:
+            del rows[source]
+        else:
+            given[source] += 1
+            yield row
+
+
+def _batches(rows: Iterator[dict[str, np.ndarray]], batch_size: int) -> Iterator[Batch]:
+    while some := list(itertools.islice(rows, batch_size)):
+        stacked = {name: np.stack([row[name] for row in some]) for name in some[0]}
+        yield _fill_up(pack.as_batch(stacked), batch_size)
 
 
 def document_tokens(
     config: config_lib.DataConfig, tokenizer: tokenizer_lib.Tokenizer, split: sources.Split
 ) -> Iterator[np.ndarray]:
-    """[T] int32 tokens of each document of a split, in the order of the source."""
-    documents = sources.open_documents(config, split)
-    return (_encode(documents[index], tokenizer) for index in range(len(documents)))
+    """[T] int32 tokens of each document of a split, in the order of the sources.
+
+    Of those that are made, the first few hundred: they do not end.
+    """
+    for source in config.shares:
+        documents = _documents(source, config, tokenizer, split)
+        made = isinstance(documents, needles_lib.Needles)
+        for index in range(_MADE_DOCUMENTS if made else len(documents)):
+            document = documents[index]
+            yield document.tokens if made else _encode(document, tokenizer)
+
+
+def _documents(
+    source: str,
+    config: config_lib.DataConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+    split: sources.Split,
+) -> _Documents:
+    if source == needles_lib.NEEDLES:
+        return needles_lib.Needles.of(config, tokenizer, split)
+    return sources.open_documents(source, config, split)
+
+
+def _pairs(
+    document: sources.Piece | needles_lib.Window,
+    config: config_lib.DataConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+) -> dict[str, np.ndarray]:
+    if isinstance(document, needles_lib.Window):
+        targets = document.targets(answers_only=config.needles.answers_only)
+        return pack.pairs(document.tokens, targets)
+    return pack.with_targets(_encode(document, tokenizer))
+
+
+def _identity(
+    parts: Mapping[str, _Documents],
+    config: config_lib.DataConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+) -> dict[str, Any]:
+    """What must be the same for a position to mean the same, by the name that a message gives."""
+    identity: dict[str, Any] = {'source': config.source}
+    if config.mixture:
+        identity = {'mixture': list(config.mixture), 'mixture_weights': [*config.mixture_weights]}
+    for source, documents in parts.items():
+        of = f' of {source}' if config.mixture else ''
+        identity[f'num_documents{of}'] = len(documents)
+        if source == needles_lib.NEEDLES:
+            identity |= {'needles': dataclasses.asdict(config.needles)}
+            documents = documents.documents
+        identity[f'num_bytes{of}'] = documents.num_bytes
+    return identity | {
+        'vocab_size': tokenizer.vocab_size,
+        'sequence_length': config.sequence_length,
+        'held_out_every': config.held_out_every,
+        'max_document_bytes': config.max_document_bytes,
+        'shuffle_seed': config.shuffle_seed,
+        'shuffle_rows': config.shuffle_rows,
+        'num_streams': config.num_streams,
+    }
 
 
 def _encode(piece: sources.Piece, tokenizer: tokenizer_lib.Tokenizer) -> np.ndarray:

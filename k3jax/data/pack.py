@@ -18,10 +18,17 @@ def with_targets(tokens: np.ndarray) -> dict[str, np.ndarray]:
     The last token has the target -1. Packing cuts both columns at the same places, so that the last
     target of a row is the first token of the next row when a document goes on there.
     """
-    pairs = np.full((len(tokens), 2), IGNORE, np.int32)
-    pairs[:, 0] = tokens
-    pairs[:-1, 1] = tokens[1:]
-    return {_PAIRS: pairs}
+    return pairs(tokens, following(tokens))
+
+
+def following(tokens: np.ndarray) -> np.ndarray:
+    """[T] int32: the next token at each position of a document; -1 at the last."""
+    return np.append(tokens[1:], np.int32(IGNORE))
+
+
+def pairs(tokens: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """One document ready to pack, its targets any of `following` or -1, both [T] int32."""
+    return {_PAIRS: np.stack([tokens, targets], axis=1)}
 
 
 def pack(documents: grain.IterDataset, sequence_length: int) -> grain.IterDataset:

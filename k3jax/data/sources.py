@@ -38,8 +38,9 @@ class Documents:
 
     Attributes:
       files: paths; `.jsonl` files hold one document a line, the others are one document each.
-      table: [number of pieces, 6] int64: file index; offset and length of the document's bytes in
-        its file; start and stop of the piece in the document's UTF-8 text; whether it is the last.
+      table: [number of pieces, 7] int64: file index; offset and length of the document's bytes in
+        its file; start and stop of the piece in the document's UTF-8 text; whether it is the last;
+        bytes of the document's text.
       num_bytes: of text, over all pieces.
     """
 
@@ -55,7 +56,7 @@ class Documents:
         return len(self.table)
 
     def __getitem__(self, index: int) -> Piece:
-        file, offset, length, start, stop, is_last = self.table[index].tolist()
+        file, offset, length, start, stop, is_last, _ = self.table[index].tolist()
         path = self.files[file]
         with path.open('rb') as f:
             if path.suffix == '.jsonl':
@@ -83,23 +84,27 @@ class Documents:
         keep = is_held_out if split == 'held_out' else ~is_held_out
         return dataclasses.replace(self, table=self.table[keep])
 
+    def repeated(self, times: int, from_bytes: int) -> Documents:
+        """Each piece of documents of at least `from_bytes` bytes `times` times, the others once."""
+        repeats = np.where(self.table[:, 6] >= from_bytes, times, 1)
+        return dataclasses.replace(self, table=np.repeat(self.table, repeats, axis=0))
 
-def open_documents(config: config_lib.DataConfig, split: Split) -> Documents:
-    """The documents of `config.source` on one side of the split.
 
-    A document above `max_document_bytes` is cut into pieces. A source with fewer documents than
+def open_documents(source: str, config: config_lib.DataConfig, split: Split) -> Documents:
+    """The documents of a source on one side of the split.
+
+    A document above `max_document_bytes` is cut into pieces; a long one is there for training as
+    often as `config.long_document_repeats` says. A source with fewer documents than
     `held_out_every`, such as one long file, is cut so that there are enough pieces to hold one out.
 
     Raises:
       ValueError: no such folder, no text in it, too little text, or a line that is not a document.
     """
-    files = _stdlib_files() if config.source == PYTHON_STDLIB else _folder_files(config.source)
+    files = _stdlib_files() if source == PYTHON_STDLIB else _folder_files(source)
     table = _scan_again(files)
     total = int(table[:, 3].sum())
     if not total:
-        raise ValueError(
-            f'data.source: got {config.source!r}, whose {len(files)} files hold no text'
-        )
+        raise ValueError(f'data.source: got {source!r}, whose {len(files)} files hold no text')
     size = config.max_document_bytes
     if len(table) < config.held_out_every:
         size = min(size, total // config.held_out_every)
@@ -107,11 +112,14 @@ def open_documents(config: config_lib.DataConfig, split: Split) -> Documents:
     documents = Documents(files=tuple(files), table=_cut(table, size))
     if len(documents) < config.held_out_every:
         raise ValueError(
-            f'data.source: got {config.source!r} with {total} bytes of text, wanted at least '
+            f'data.source: got {source!r} with {total} bytes of text, wanted at least '
             f'{config.held_out_every * _MIN_PIECE_BYTES}, so that one piece in '
             f'{config.held_out_every} (data.held_out_every) can be held out'
         )
-    return documents.split(split, config.held_out_every)
+    documents = documents.split(split, config.held_out_every)
+    if split == 'train' and config.long_document_bytes:
+        return documents.repeated(config.long_document_repeats, config.long_document_bytes)
+    return documents
 
 
 def _stdlib_files() -> list[epath.Path]:
@@ -226,7 +234,8 @@ def _cut(table: np.ndarray, size: int) -> np.ndarray:
     start = piece * size
     stop = np.minimum(start + size, num_bytes[document])
     is_last = stop == num_bytes[document]
-    return np.column_stack([table[document, :3], start, stop, is_last]).astype(np.int64)
+    columns = table[document, :3], start, stop, is_last, num_bytes[document]
+    return np.column_stack(columns).astype(np.int64)
 
 
 def _whole_characters(data: bytes, size: int, *, first: bool) -> bytes:

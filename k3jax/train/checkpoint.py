@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from k3jax.config import Config, DataConfig, ModelConfig, QuantisationConfig
-from k3jax.config_dict import model_config_from_dict, to_dict
+from k3jax.config_dict import data_config_from_dict, model_config_from_dict, to_dict
 from k3jax.model.plan import depth_plan
 from k3jax.train.state import TrainState
 
@@ -109,7 +109,7 @@ def read_config(workdir: epath.Path) -> Stored:
     fields = _read(workdir)
     model, train = model_config_from_dict(fields['model']), fields['train']
     quantisation = QuantisationConfig(**train.get('quantisation', {}))
-    return Stored(model, train['scan_layers'], DataConfig(**fields['data']), quantisation)
+    return Stored(model, train['scan_layers'], data_config_from_dict(fields['data']), quantisation)
 
 
 class Checkpoints:

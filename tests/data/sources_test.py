@@ -14,10 +14,12 @@ def data_config(source, **fields):
     return config_lib.DataConfig(source=str(source), **fields)
 
 
+def opened(config, split):
+    return sources.open_documents(config.source, config, split)
+
+
 def all_pieces(config):
-    return [
-        piece for split in ('train', 'held_out') for piece in sources.open_documents(config, split)
-    ]
+    return [piece for split in ('train', 'held_out') for piece in opened(config, split)]
 
 
 def write_lines(path, texts):
@@ -25,8 +27,8 @@ def write_lines(path, texts):
 
 
 def test_python_stdlib_holds_library_sources_only():
-    documents = sources.open_documents(data_config('python_stdlib'), 'train')
-    held_out = sources.open_documents(data_config('python_stdlib'), 'held_out')
+    documents = opened(data_config('python_stdlib'), 'train')
+    held_out = opened(data_config('python_stdlib'), 'held_out')
     assert documents.num_bytes > 5_000_000
     assert 0.02 < len(held_out) / len(documents) < 0.08
     paths = [str(path) for path in documents.files]
@@ -45,8 +47,8 @@ def test_folder_of_txt_and_jsonl_is_read_recursively_in_order(tmp_path):
     (tmp_path / 'ignored.md').write_text('no')
     (tmp_path / 'folder.txt').mkdir()
     config = data_config(tmp_path, held_out_every=2)
-    train = sources.open_documents(config, 'train')
-    held_out = sources.open_documents(config, 'held_out')
+    train = opened(config, 'train')
+    held_out = opened(config, 'held_out')
     assert [piece.text for piece in train] == ['x', 'first é']
     assert [piece.text for piece in held_out] == ['yé']
     assert all(piece.ends_document for piece in [*train, *held_out])
@@ -56,12 +58,12 @@ def test_folder_of_txt_and_jsonl_is_read_recursively_in_order(tmp_path):
 def test_the_split_holds_out_the_last_of_every_n(tmp_path):
     write_lines(tmp_path / 'a.jsonl', [f'document {i}' for i in range(10)])
     config = data_config(tmp_path, held_out_every=4)
-    held_out = [piece.text for piece in sources.open_documents(config, 'held_out')]
-    train = [piece.text for piece in sources.open_documents(config, 'train')]
+    held_out = [piece.text for piece in opened(config, 'held_out')]
+    train = [piece.text for piece in opened(config, 'train')]
     assert held_out == ['document 3', 'document 7']
     assert sorted(train + held_out) == [f'document {i}' for i in range(10)]
     with pytest.raises(ValueError, match="split: got 'test'"):
-        sources.open_documents(config, 'test')
+        opened(config, 'test')
 
 
 @pytest.mark.parametrize('kind', ['txt', 'jsonl'])
@@ -73,12 +75,8 @@ def test_pieces_of_a_long_document_join_to_it_and_cut_no_character(tmp_path, kin
         (tmp_path / 'b.txt').write_text(text)
     else:
         write_lines(tmp_path / 'a.jsonl', [text, text])
-    documents = sources.open_documents(
-        data_config(tmp_path, max_document_bytes=size, held_out_every=2), 'train'
-    )
-    held_out = sources.open_documents(
-        data_config(tmp_path, max_document_bytes=size, held_out_every=2), 'held_out'
-    )
+    documents = opened(data_config(tmp_path, max_document_bytes=size, held_out_every=2), 'train')
+    held_out = opened(data_config(tmp_path, max_document_bytes=size, held_out_every=2), 'held_out')
     pieces = [piece for pair in zip(documents, held_out, strict=False) for piece in pair]
     pieces += list(documents)[len(held_out) :]
     assert ''.join(piece.text for piece in pieces) == text * 2
@@ -91,8 +89,8 @@ def test_one_long_file_is_cut_so_that_a_part_can_be_held_out(tmp_path):
     path = tmp_path / 'input.txt'
     path.write_text('to be or not to be ' * 1000)
     for source in (tmp_path, path):
-        train = sources.open_documents(data_config(source), 'train')
-        held_out = sources.open_documents(data_config(source), 'held_out')
+        train = opened(data_config(source), 'train')
+        held_out = opened(data_config(source), 'held_out')
         assert len(held_out) == 1
         assert 0.04 < held_out.num_bytes / 19_000 < 0.06
         assert train.num_bytes + held_out.num_bytes == 19_000
@@ -120,20 +118,20 @@ def test_bytes_that_are_not_utf8_are_replaced_and_reported_once(tmp_path, caplog
 def test_a_bad_jsonl_line_is_named(tmp_path, line, wanted):
     (tmp_path / 'a.jsonl').write_text('{"text": "fine"}\n' + line + '\n')
     with pytest.raises(ValueError, match=rf'a\.jsonl:2: .*{wanted}'):
-        sources.open_documents(data_config(tmp_path), 'train')
+        opened(data_config(tmp_path), 'train')
 
 
 def test_a_source_without_text_says_so(tmp_path):
     with pytest.raises(ValueError, match=r'which does not exist'):
-        sources.open_documents(data_config(tmp_path / 'nowhere'), 'train')
+        opened(data_config(tmp_path / 'nowhere'), 'train')
     with pytest.raises(ValueError, match=r'where no \.txt or \.jsonl file is'):
-        sources.open_documents(data_config(tmp_path), 'train')
+        opened(data_config(tmp_path), 'train')
     (tmp_path / 'a.txt').write_text('')
     with pytest.raises(ValueError, match='1 files hold no text'):
-        sources.open_documents(data_config(tmp_path), 'train')
+        opened(data_config(tmp_path), 'train')
     (tmp_path / 'a.txt').write_text('tiny')
     with pytest.raises(ValueError, match='4 bytes of text, wanted at least 320'):
-        sources.open_documents(data_config(tmp_path), 'train')
+        opened(data_config(tmp_path), 'train')
 
 
 def test_surrogates_in_json_count_as_replaced_characters(tmp_path):
@@ -141,7 +139,7 @@ def test_surrogates_in_json_count_as_replaced_characters(tmp_path):
     pieces = all_pieces(data_config(tmp_path, held_out_every=2))
     assert [piece.text for piece in pieces] == ['a?b', 'a?b']
     assert np.issubdtype(
-        sources.open_documents(data_config(tmp_path, held_out_every=2), 'train').table.dtype,
+        opened(data_config(tmp_path, held_out_every=2), 'train').table.dtype,
         np.int64,
     )
 
