@@ -315,6 +315,7 @@ class MeshConfig:
 class MuonConfig:
     """Per-head Muon. Of K3's own, the report says only that heads are apart: the rest is K2's."""
 
+    per_head: bool = True  # False: matrices are whole, as in K2
     momentum: float = 0.95
     nesterov: bool = False
     coefficients: tuple[float, ...] = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz polynomial
@@ -370,6 +371,9 @@ class OptimizerConfig:
     state_memory: StateMemory = 'device'  # 'pinned_host': moments and masters wait there
     grad_clip_norm: float = 1.0
     quantile_balance: QuantileBalanceConfig = QuantileBalanceConfig()
+    # Instead of it, how far each selection bias moves in a step, towards an equal load; 0: no such
+    # rule. 1e-3 is DeepSeek-V3's, whose method K2 takes over.
+    sign_balance_step: float = 0.0
     # Heads with a larger attention logit are clipped; None: none. 100 is K2's; UNCONFIRMED for K3.
     qk_clip_threshold: float | None = 100.0
 
@@ -391,7 +395,18 @@ class OptimizerConfig:
             self.state_memory,
             "'device' or 'pinned_host'",
         )
-        _not_negative('optimizer', warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
+        _not_negative(
+            'optimizer',
+            warmup_steps=self.warmup_steps,
+            weight_decay=self.weight_decay,
+            sign_balance_step=self.sign_balance_step,
+        )
+        require(
+            not (self.sign_balance_step and self.quantile_balance.enabled),
+            'optimizer.sign_balance_step',
+            self.sign_balance_step,
+            '0, or optimizer.quantile_balance.enabled=false: one rule sets the biases',
+        )
         for name in ('b1', 'b2'):
             value = getattr(self, name)
             require(0 <= value < 1, f'optimizer.{name}', value, 'a number in [0, 1)')

@@ -14,6 +14,7 @@ from k3jax.model.statistics import LayerStatistics
 from k3jax.train.optim import Correction
 from k3jax.train.qk_clip import clip_factor, row_factors
 from k3jax.train.quantile_balance import estimated_bias, load_metrics
+from k3jax.train.sign_balance import bias_step
 
 BIAS = ('block_sparse_moe', 'e_score_correction_bias')
 
@@ -38,6 +39,9 @@ def corrections(
                 config.quantile_balance.momentum,
             )
             found[path + BIAS] = lambda x, bias=bias: bias.astype(x.dtype)
+        if config.sign_balance_step and statistics.load is not None:
+            step = bias_step(statistics.load, config.sign_balance_step)
+            found[path + BIAS] = lambda x, step=step: x + step.astype(x.dtype)
         if statistics.max_logit is None or config.qk_clip_threshold is None:
             continue
         factor = clip_factor(statistics.max_logit, config.qk_clip_threshold)

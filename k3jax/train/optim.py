@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax.config import ConfigError, ModelConfig, OptimizerConfig
+from k3jax.config import ConfigError, ModelConfig, MuonConfig, OptimizerConfig
 from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
 from k3jax.model.param import map_leaves
@@ -78,16 +78,16 @@ def _label(name: str, leaf: Leaf, config: OptimizerConfig) -> Label:
     return 'decayed' if leaf.init == 'normal' and len(leaf.shape) > 1 else 'plain'
 
 
-def blocks_of(name: str, leaf: Leaf, model: ModelConfig, split_kv_b: bool) -> Blocks:
+def blocks_of(name: str, leaf: Leaf, model: ModelConfig, muon: MuonConfig) -> Blocks:
     """The matrices in a leaf that Muon moves."""
     rows, group = leaf.shape[-2], group_of(name)
-    if group not in ('heads', 'keys_and_values'):
+    if not muon.per_head or group not in ('heads', 'keys_and_values'):
         return Blocks(1, (rows,))
     is_kda = leaf.axes[-2] == 'kda_heads'
     heads = model.linear_attn_config.num_heads if is_kda else model.num_attention_heads
     if rows % heads:
         raise ConfigError(f'optimizer: {name} has {rows} rows, wanted a multiple of {heads} heads')
-    if group == 'keys_and_values' and split_kv_b:
+    if group == 'keys_and_values' and muon.split_kv_b:
         return Blocks(heads, (model.qk_nope_head_dim, model.v_head_dim))
     return Blocks(heads, (rows // heads,))
 
@@ -353,7 +353,7 @@ def rule_of(name: str, leaf: Leaf, model: ModelConfig, config: OptimizerConfig) 
     label = _label(name, leaf, config)
     if label != 'muon':
         return Rule(label)
-    return Rule(label, blocks_of(name, leaf, model, config.muon.split_kv_b))
+    return Rule(label, blocks_of(name, leaf, model, config.muon))
 
 
 def make_optimizer(

@@ -191,14 +191,18 @@ def test_a_parameter_without_a_group_is_an_error():
 def test_blocks_are_heads_and_experts():
     model = kimi_k3.get_config().model
     leaf = Leaf((96 * 192, 1536), ('heads', None))
-    assert optim.blocks_of('q_b_proj', leaf, model, True) == Blocks(96, (192,))
+    assert optim.blocks_of('q_b_proj', leaf, model, MuonConfig()) == Blocks(96, (192,))
     leaf = Leaf((96 * 256, 512), ('heads', None))
-    assert optim.blocks_of('kv_b_proj', leaf, model, True) == Blocks(96, (128, 128))
-    assert optim.blocks_of('kv_b_proj', leaf, model, False) == Blocks(96, (256,))
+    assert optim.blocks_of('kv_b_proj', leaf, model, MuonConfig()) == Blocks(96, (128, 128))
+    joined = MuonConfig(split_kv_b=False)
+    assert optim.blocks_of('kv_b_proj', leaf, model, joined) == Blocks(96, (256,))
+    whole = MuonConfig(per_head=False)
+    assert optim.blocks_of('kv_b_proj', leaf, model, whole) == Blocks(1, (96 * 256,))
     leaf = Leaf((896, 3072, 3584), ('expert', 'expert_rows', None))
-    assert optim.blocks_of('w1', leaf, model, True) == Blocks(1, (3072,))
+    assert optim.blocks_of('w1', leaf, model, MuonConfig()) == Blocks(1, (3072,))
     with pytest.raises(ConfigError, match='q_proj has 100 rows, wanted a multiple of 96 heads'):
-        optim.blocks_of('q_proj', Leaf((100, 8), ('kda_heads', 'embed')), model, True)
+        leaf = Leaf((100, 8), ('kda_heads', 'embed'))
+        optim.blocks_of('q_proj', leaf, model, MuonConfig())
 
 
 def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
