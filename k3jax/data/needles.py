@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -128,17 +127,3 @@ class Needles:
             parts.append(tokens[:missing])
             missing -= len(parts[-1])
         return np.concatenate([np.zeros(0, np.int32), *parts])
-
-
-def batches(
-    needles: Needles, num_windows: int, batch_size: int
-) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-    """The first `num_windows` windows in batches, the last one smaller.
-
-    Yields:
-      tokens [B, T] int32 and answers [B, m] int32 by name; depths [B, m].
-    """
-    for start in range(0, num_windows, batch_size):
-        windows = [needles[i] for i in range(start, min(start + batch_size, num_windows))]
-        tokens, answers, depths = map(np.stack, zip(*windows, strict=True))
-        yield {'tokens': tokens, 'answers': answers.astype(np.int32)}, depths

@@ -8,7 +8,7 @@ import pytest
 
 from k3jax.config import ConfigError, DataConfig, NeedlesConfig
 from k3jax.data import loader
-from k3jax.data.needles import Needles, batches
+from k3jax.data.needles import Needles
 from k3jax.data.tokenizer import Tokenizer, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -109,14 +109,6 @@ def test_values_are_one_token_where_words_are_merged(config):
     window = Needles.of(config, tokenizer, 'train')[0]
     assert window.tokens.shape == (128,)
     assert all(chr(token).isupper() for token in window.tokens[window.answers])
-
-
-def test_batches_are_windows_in_their_order_and_the_last_is_smaller(config):
-    needles = Needles.of(config, TOKENIZER, 'held_out')
-    found = list(batches(needles, 5, 2))
-    assert [len(batch['tokens']) for batch, _ in found] == [2, 2, 1]
-    np.testing.assert_array_equal(found[1][0]['tokens'][1], needles[3].tokens)
-    np.testing.assert_array_equal(found[1][1][1], needles[3].depths)
 
 
 def test_facts_that_do_not_fit_are_refused(config):
