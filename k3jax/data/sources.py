@@ -61,7 +61,7 @@ class Documents:
         with path.open('rb') as f:
             if path.suffix == '.jsonl':
                 f.seek(offset)
-                text = _text_of_line(f.read(length), str(path)).encode('utf-8', 'replace')
+                text = text_of_line(f.read(length), str(path)).encode('utf-8', 'replace')
                 data = text[start : stop + 3]
             else:
                 f.seek(start)
@@ -100,7 +100,7 @@ def open_documents(source: str, config: config_lib.DataConfig, split: Split) -> 
     Raises:
       ValueError: no such folder, no text in it, too little text, or a line that is not a document.
     """
-    files = _stdlib_files() if source == PYTHON_STDLIB else _folder_files(source)
+    files = _stdlib_files() if source == PYTHON_STDLIB else folder_files(source)
     table = _scan_again(files)
     total = int(table[:, 3].sum())
     if not total:
@@ -137,13 +137,18 @@ def _stdlib_files() -> list[epath.Path]:
     return sorted(found, key=os.fspath)
 
 
-def _folder_files(source: str) -> list[epath.Path]:
-    """The .txt and .jsonl files under a folder, sorted; or the one file that `source` names."""
+def folder_files(source: str, where: str = 'data.source') -> list[epath.Path]:
+    """The .txt and .jsonl files under a folder, sorted; or the one file that `source` names.
+
+    Raises:
+      ValueError: there is none; `where` leads the message.
+    """
     root = epath.Path(source)
     if not root.exists():
+        other = f', or {PYTHON_STDLIB!r}' if where == 'data.source' else ''
         raise ValueError(
-            f'data.source: got {source!r}, which does not exist; wanted {PYTHON_STDLIB!r}, or a '
-            'folder of .txt and .jsonl files'
+            f'{where}: got {source!r}, which does not exist; wanted a folder of .txt and .jsonl '
+            f'files{other}'
         )
     if root.is_dir():
         found = [folder / name for folder, _, names in root.walk() for name in names]
@@ -152,7 +157,7 @@ def _folder_files(source: str) -> list[epath.Path]:
     found = [path for path in found if path.suffix in ('.txt', '.jsonl')]
     if not found:
         raise ValueError(
-            f'data.source: got {source!r}, where no .txt or .jsonl file is; .txt files hold one '
+            f'{where}: got {source!r}, where no .txt or .jsonl file is; .txt files hold one '
             'document each, .jsonl files one a line in the field "text"'
         )
     return sorted(found, key=os.fspath)
@@ -198,7 +203,7 @@ def _scan_lines(path: epath.Path, index: int) -> np.ndarray:
     with path.open('rb') as f:
         for number, line in enumerate(f, 1):
             if line.strip():
-                text = _text_of_line(line, f'{path}:{number}')
+                text = text_of_line(line, f'{path}:{number}')
                 if text:
                     num_bytes = len(text.encode('utf-8', 'replace'))
                     rows.append((index, offset, len(line), num_bytes))
@@ -206,7 +211,7 @@ def _scan_lines(path: epath.Path, index: int) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _text_of_line(line: bytes, where: str) -> str:
+def text_of_line(line: bytes, where: str) -> str:
     """The document in a .jsonl line.
 
     Raises:
