@@ -62,6 +62,8 @@ def _perplexity(loaded: Loaded) -> dict[str, float]:
         'batch_size': _BATCH_SIZE.value,
     }
     changed = {name: value for name, value in wanted.items() if value is not None}
+    if _DATA.value is not None:
+        changed |= {'mixture': (), 'mixture_weights': ()}
     data = dataclasses.replace(loaded.data or DataConfig(), **changed)
     batches = held_out_batches(data, tokenizer, _MAX_BATCHES.value)
     result = evaluate(loaded.model, loaded.params, batches, tokenizer.token_byte_lengths())

@@ -92,7 +92,8 @@ def train_iterator(
     """Endless training batches, documents reshuffled every epoch.
 
     The documents are dealt out to `num_streams` streams, each packed into rows on its own. What a
-    batch holds hence does not depend on which process reads which stream.
+    batch holds hence does not depend on which process reads which stream. Of a mixture, every
+    stream takes rows of one source each, always as many as the weights say.
 
     Args:
       config: what to read and how to batch it.
@@ -124,7 +125,9 @@ def train_iterator(
         # Rows are mixed, not documents: their tokens are as many as the weights say, and no row of
         # one source depends on another's.
         mixed = {source: rows(documents, number) for source, documents in parts.items()}
-        dataset = grain.IterDataset.mix(mixed, config.shares)
+        dataset, *others = mixed.values()
+        if others:
+            dataset = grain.IterDataset.mix(mixed, config.shares)
         # A long document fills many rows in a row; without this a batch would be of one document.
         return grain.experimental.WindowShuffleIterDataset(
             dataset, window_size=config.shuffle_rows, seed=config.shuffle_seed
