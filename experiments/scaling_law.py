@@ -49,21 +49,21 @@ def _read(folder: epath.Path) -> Result:
 def _train(point: Point, folder: epath.Path) -> Result | None:
     """Trains, or goes on with it; None where it was asked to stop."""
     config = _config(point)
-    started, compiled = time.perf_counter(), []
-    loss = None
+    began, steps, loss = time.perf_counter(), [], None  # steps: when each ended
     try:
         trainer = Trainer(config, str(folder))
-        outcome = trainer.run(lambda step: compiled or compiled.append(time.perf_counter()))
+        outcome = trainer.run(lambda _: steps.append(time.perf_counter()))
         if not outcome.finished:
             return None
         loss = trainer.evaluate(outcome.state.params).loss
     except NonFiniteLoss as error:
         logging.warning('%s: %s', point.name, error)
-    ready = compiled[0] if compiled else started
     tokens, flops = _size(config)
-    parameters = total_parameters(config.model)
-    ended = time.perf_counter()
-    result = Result(point, flops, tokens, parameters, loss, ready - started, ended - ready)
+    here = steps[-1] - steps[0] if steps else 0.0
+    fixed = time.perf_counter() - began - here
+    # Of the whole run, also where only its end was here.
+    seconds = here / max(1, len(steps) - 1) * config.train.num_steps
+    result = Result(point, flops, tokens, total_parameters(config.model), loss, fixed, seconds)
     _write(folder / _RESULT, json.dumps(result._asdict() | {'point': point._asdict()}, indent=1))
     return result
 

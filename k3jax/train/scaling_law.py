@@ -32,7 +32,7 @@ class Result(NamedTuple):
     """What a run came to.
 
     flops: of its training. loss: held-out, nats a token; None where it was no number any more.
-    compile_seconds: up to the end of the first step. seconds: of the other steps.
+    fixed_seconds: to the end of the first step, and for the evaluation. seconds: of other steps.
     """
 
     point: Point
@@ -40,7 +40,7 @@ class Result(NamedTuple):
     tokens: int
     parameters: int
     loss: float | None
-    compile_seconds: float
+    fixed_seconds: float
     seconds: float
 
 
@@ -99,7 +99,7 @@ def seconds_for(flops: float, results: Sequence[Result]) -> float:
     if not results:
         return 0.0
     a_flop = sum(x.seconds for x in results) / sum(x.flops for x in results)
-    return float(np.mean([x.compile_seconds for x in results])) + flops * a_flop
+    return float(np.mean([x.fixed_seconds for x in results])) + flops * a_flop
 
 
 def report(grid: Grid, results: Sequence[Result]) -> dict[str, Any]:
@@ -111,7 +111,9 @@ def report(grid: Grid, results: Sequence[Result]) -> dict[str, Any]:
     families = {recipe: grid.runs(recipe, results) for recipe in (BASELINE, FULL)}
     for recipe, runs in families.items():
         if len(runs) < 3:
-            raise ValueError(f'scaling law: got {len(runs)} runs of {recipe}, wanted three sizes')
+            raise ValueError(
+                f'scaling law: got {len(runs)} runs of {recipe}, wanted three sizes; run longer'
+            )
     whole = family_ratio(families[FULL], families[BASELINE])
     ablations = {}
     for recipe in grid.ablations:

@@ -93,5 +93,5 @@ def test_the_recipes_differ_by_what_they_say_and_ablations_by_one_thing():
         changed = [f for f in ('model', 'optimizer') if getattr(ablated, f) != getattr(k3, f)]
         assert len(changed) == 1 and ablated.data == k3.data
     assert config('per_head_muon').optimizer.muon == MuonConfig(update_rms=0.4, per_head=False)
-    with pytest.raises(ValueError, match="recipe: got 'k4', wanted k2, k3 or one of gate_bound"):
+    with pytest.raises(ValueError, match="recipe: got 'k4', wanted k2, k3 or one of attn_res"):
         config('k4')
