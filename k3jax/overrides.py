@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any, Literal, TypeVar, Union
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 from k3jax.config import ConfigError
 
@@ -48,6 +48,34 @@ def apply_overrides(config: T, overrides: Iterable[str]) -> T:
         raise ConfigError(f'{e} (after --set {" --set ".join(overrides)})') from e
 
 
+class _Changes(NamedTuple):
+    """A group that changes some fields of another config; as in a stage of a run."""
+
+    of: type
+    values: Mapping[str, Any]
+
+
+def _fields(group: Any) -> dict[str, Any] | None:
+    """Name -> type of what can be set in a group; None if it is none."""
+    if isinstance(group, _Changes):
+        return typing.get_type_hints(group.of)
+    if dataclasses.is_dataclass(group):
+        return typing.get_type_hints(type(group))
+    if isinstance(group, tuple) and any(map(dataclasses.is_dataclass, group)):
+        return {str(number): type(member) for number, member in enumerate(group)}
+    return None
+
+
+def _member(group: Any, name: str) -> Any:
+    """What a group holds by this name."""
+    if isinstance(group, _Changes):
+        return group.values.get(name)
+    if isinstance(group, tuple):
+        return group[int(name)]
+    value, (field,) = getattr(group, name), (f for f in dataclasses.fields(group) if f.name == name)
+    return _Changes(field.metadata['of'], value) if 'of' in field.metadata else value
+
+
 def _add_change(config: Any, changes: dict[str, Any], path: str, text: str) -> None:
     """Puts the parsed value at its place in `changes`, a tree of field names."""
     *groups, name = path.split('.')
@@ -55,17 +83,20 @@ def _add_change(config: Any, changes: dict[str, Any], path: str, text: str) -> N
     for group in groups:
         _check_name(config, group, where, path)
         where = f'{where}.{group}'.lstrip('.')
-        config = getattr(config, group)
+        config = _member(config, group)
         changes = changes.setdefault(group, {})
-        if not dataclasses.is_dataclass(config):
+        if _fields(config) is None:
+            shown = config.values if isinstance(config, _Changes) else config
             raise ConfigError(
-                f'--set {path}: {where} is {config!r}, a value without fields; set {where} itself'
+                f'--set {path}: {where} is {shown!r}, a value without fields; set {where} itself'
             )
     _check_name(config, name, where, path)
-    if dataclasses.is_dataclass(getattr(config, name)):
-        fields = ', '.join(f.name for f in dataclasses.fields(getattr(config, name)))
+    group = _member(config, name)
+    members = _fields(group)
+    if members is not None and not (isinstance(group, tuple) and text == '()'):  # none of them
+        fields = ', '.join(members)
         raise ConfigError(f'--set {path}: is a group, wanted one of its fields: {fields}')
-    annotation = typing.get_type_hints(type(config))[name]
+    annotation = _fields(config)[name]
     try:
         changes[name] = _parse(text, annotation)
     except ValueError:
@@ -73,7 +104,7 @@ def _add_change(config: Any, changes: dict[str, Any], path: str, text: str) -> N
 
 
 def _check_name(config: Any, name: str, where: str, path: str) -> None:
-    names = [f.name for f in dataclasses.fields(config)]
+    names = list(_fields(config))
     if name in names:
         return
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -86,6 +117,11 @@ def _check_name(config: Any, name: str, where: str, path: str) -> None:
 
 def _replace(config: T, changes: dict[str, Any]) -> T:
     """`config` with a tree of changes, innermost groups first."""
+    if isinstance(config, Mapping):
+        return {**config, **changes}
+    if isinstance(config, tuple):
+        members = enumerate(config)
+        return tuple(_replace(x, changes[str(n)]) if str(n) in changes else x for n, x in members)
     fields = {
         name: _replace(getattr(config, name), value) if isinstance(value, dict) else value
         for name, value in changes.items()

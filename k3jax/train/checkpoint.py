@@ -16,7 +16,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from k3jax.config import Config, DataConfig, ModelConfig, QuantisationConfig
-from k3jax.config_dict import data_config_from_dict, model_config_from_dict, to_dict
+from k3jax.config_dict import (
+    config_from_dict,
+    data_config_from_dict,
+    model_config_from_dict,
+    to_dict,
+)
 from k3jax.model.plan import depth_plan
 from k3jax.train.state import TrainState
 
@@ -109,7 +114,15 @@ def read_config(workdir: epath.Path) -> Stored:
     fields = _read(workdir)
     model, train = model_config_from_dict(fields['model']), fields['train']
     quantisation = QuantisationConfig(**train.get('quantisation', {}))
-    return Stored(model, train['scan_layers'], data_config_from_dict(fields['data']), quantisation)
+    data = data_config_from_dict(fields['data'])
+    return Stored(model, train['scan_layers'], data, quantisation)
+
+
+def read_run(workdir: epath.Path) -> Config:
+    """The whole config of the run in a workdir."""
+    fields = _read(workdir)
+    del fields['plan']  # follows from the others
+    return config_from_dict(fields)
 
 
 class Checkpoints:
@@ -122,6 +135,7 @@ class Checkpoints:
         folder = workdir / CHECKPOINTS
         # Orbax takes absolute paths only, and resolve() would put gs:// under the current folder.
         self._folder = folder if folder.is_absolute() else folder.resolve()
+        self._read_only = keep is None
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -173,16 +187,24 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
-    def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-        """State and data position of the newest checkpoint that can be read, or None.
+    def restore_newest(
+        self, abstract: TrainState, at_most: int | None = None
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """State, without a guard, and data position of the newest checkpoint that can be read.
 
-        abstract: shapes, dtypes and placement, which need not be those of the run that saved it.
-        One that cannot be read is reported, set aside and passed over.
+        One that cannot be read is reported, set aside unless they are only read, and passed over.
+
+        Args:
+          abstract: shapes, dtypes and placement, which need not be those of the run that saved it.
+          at_most: the newest step to take; None: any.
+
+        Returns:
+          None if there is no checkpoint.
 
         Raises:
           ValueError: there are checkpoints, and none can be read.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if at_most is None or step <= at_most]
         for step in steps:
             found = self._restored(
                 step,
@@ -192,7 +214,8 @@ class Checkpoints:
             )
             if found is None:
                 continue
-            self._set_aside([other for other in steps if other > step])
+            if not self._read_only:
+                self._set_aside([other for other in steps if other > step])
             number = jax.device_put(jax.numpy.int32(step), abstract.step.sharding)
             return TrainState(number, found.params, found.opt_state), found.data
         if steps:

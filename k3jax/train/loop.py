@@ -1,8 +1,9 @@
-"""How a run goes: restore or start, step, log, evaluate, save, stop cleanly."""
+"""How a run goes: restore or start, step, log, evaluate, save, go back, stop cleanly."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import signal
 import time
@@ -15,7 +16,6 @@ import numpy as np
 from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
 
 from k3jax.config import Config
 from k3jax.data import loader
@@ -23,29 +23,42 @@ from k3jax.data.ngram import trigram_bits_per_byte
 from k3jax.data.tokenizer import Tokenizer, load_tokenizer
 from k3jax.model.flops import active_parameters, total_parameters
 from k3jax.model.kimi import Kimi
-from k3jax.model.run import Run
-from k3jax.parallel.mesh import check_fits, make_mesh
-from k3jax.parallel.shard import parallel_of
 from k3jax.train import metrics as metrics_lib
-from k3jax.train.barrier import wait_for_all
 from k3jax.train.checkpoint import Checkpoints, check_config, write_config
+from k3jax.train.course import Course
 from k3jax.train.eval import HeldOut, evaluate
-from k3jax.train.optim import learning_rate, make_optimizer
-from k3jax.train.placement import Placement, joined_positions
+from k3jax.train.optim import learning_rate
 from k3jax.train.quantise import quantised
-from k3jax.train.state import (
-    TrainState,
-    abstract_state,
-    check_state_fits,
-    check_trainable,
-    fresh_state,
-)
-from k3jax.train.step import Batch, Extra, losses_of, make_train_step
-from pallas_kernels.common.platform import implementation_on
+from k3jax.train.spikes import FINE, NON_FINITE, SPIKE, Judgement
+from k3jax.train.state import TrainState, check_trainable
+from k3jax.train.step import Batch
+from k3jax.train.watchdog import Watchdog
 
 
 class NonFiniteLoss(ValueError):
     """The loss or its gradient is not a number any more; the message names the step."""
+
+
+class LossSpike(ValueError):
+    """The loss is far above those before it; the message names the step."""
+
+
+class _RollBack(Exception):
+    """Asks to go back to the newest checkpoint; of which class an error is if that cannot be."""
+
+    def __init__(self, step: int, reason: str, error_class: type[ValueError]):
+        super().__init__(step, reason)
+        self.step, self.reason, self.error_class = step, reason, error_class
+
+
+@dataclasses.dataclass
+class _Made:
+    """A step that was begun; verdict: None until somebody has looked at what came out."""
+
+    step: int
+    batch: Batch
+    metrics: dict[str, Any]
+    verdict: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -122,51 +135,14 @@ class Trainer:
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         _check(config, self.tokenizer)
         devices = jax.devices() if devices is None else list(devices)
-        mesh_config = check_fits(config, 'train', len(devices))
-        self.mesh = make_mesh(mesh_config, devices)
-        parallel = parallel_of(self.mesh, mesh_config, 'train')
         check_config(self.workdir, config)
-        train = config.train
-        self.model = Kimi(
-            config.model,
-            Run(
-                jnp.dtype(train.dtype),
-                jnp.dtype('float32'),
-                train.remat,
-                implementation_on(devices[0].platform),
-                keep=train.keep,
-                offload=train.offload,
-                quantisation=train.quantisation,
-                parallel=parallel,
-            ),
-            train.scan_layers,
-        )
-        cut = PartitionSpec() if parallel is None else parallel.batch_spec
-        self.placement = Placement(config.data, self.mesh, cut)
-        self.data = loader.train_iterator(
-            config.data, self.tokenizer, streams=self.placement.streams
-        )
-        self.optimizer = make_optimizer(config.optimizer, train.num_steps, self.model, self.mesh)
-        memory = config.optimizer.state_memory
-        self._abstract = abstract_state(self.model, self.optimizer, self.mesh, memory)
-        memory_stats = self.mesh.local_devices[0].memory_stats() or {}
-        check_state_fits(self._abstract, self.model, memory_stats.get('bytes_limit'))
+        self._course = Course(config, self.tokenizer, devices)
         with self._writing():
             self.workdir.mkdir(parents=True, exist_ok=True)
-            self.checkpoints = Checkpoints(self.workdir, keep=train.keep_checkpoints)
-        self._step = jax.jit(
-            make_train_step(
-                self.model,
-                self.optimizer,
-                grad_accum_steps=train.grad_accum_steps,
-                extra=Extra(train.z_loss, train.mtp_loss_weight),
-                mesh=self.mesh,
-                placed=self._abstract,
-            ),
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda x: x.sharding, self._abstract), None),
-        )
-        self._losses = losses_of(self.model, self.mesh, train.grad_accum_steps)
+            self.checkpoints = Checkpoints(self.workdir, keep=config.train.keep_checkpoints)
+        # To which checkpoint the run went back: how often, and past how many rows of data.
+        self._went_back: dict[int, tuple[int, int]] = {}
+        self._counted: Batch | None = None  # of the last step whose update was kept
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -183,34 +159,19 @@ class Trainer:
 
         The config is stored once the data is found to be that of the checkpoint.
         """
-        found = self.checkpoints.restore_newest(self._abstract)
-        if found is not None:
-            self.data.set_state(found[1])
+        state = self._course.restored(self.checkpoints)
         if jax.process_index() == 0:
             with self._writing():
                 write_config(self.workdir, self.config)
-        if found is None:
-            shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
-            fresh = functools.partial(fresh_state, self.model, self.optimizer)
-            key = jax.random.key(self.config.train.seed)
-            # Each chip makes its own parts: no array is ever whole anywhere.
-            return jax.jit(fresh, out_shardings=shardings)(key)
-        state, _ = found
+        if state is None:
+            return self._course.fresh()
         logging.info('resumed from step %d', int(state.step))
         return state
 
-    def _compiled_step(self, batch: Batch) -> Callable[..., Any]:
-        """The step, compiled on every process before any runs it.
-
-        On CPUs Gloo gives the slowest process 30 s to come to the first exchange.
-        """
-        step = self._step.lower(self._abstract, batch).compile()
-        wait_for_all()
-        return step
-
     def describe(self) -> None:
         """Prints what the run will do, before the first step."""
-        model, train, data = self.config.model, self.config.train, self.config.data
+        model, train = self.config.model, self.config.train
+        mesh = self._course.program.mesh
         logging.info(
             '%s: %s parameters, %s active a token; %d layers; %s on %d x %s (%s)',
             model.name,
@@ -218,45 +179,48 @@ class Trainer:
             f'{active_parameters(model):,}',
             model.num_hidden_layers,
             train.dtype,
-            self.mesh.size,
-            self.mesh.devices.flat[0].device_kind,
-            ' '.join(f'{axis} {size}' for axis, size in self.mesh.shape.items() if size > 1)
-            or 'one chip',
+            mesh.size,
+            mesh.devices.flat[0].device_kind,
+            self._course.program.shape,
         )
-        logging.info(
-            '%d steps of %d x %d tokens from %s; workdir %s',
-            train.num_steps,
-            data.batch_size,
-            data.sequence_length,
-            data.source,
-            self.workdir,
-        )
+        for stage in self._course.stages:
+            data = stage.config.data
+            logging.info(
+                '%d steps of %d x %d tokens from %s; workdir %s',
+                stage.end_step - stage.first_step,
+                data.batch_size,
+                data.sequence_length,
+                data.source,
+                self.workdir,
+            )
 
-    def save(self, state: TrainState, batch: Batch) -> None:
-        """Starts to save, if the updated parameters still give `batch` a finite loss."""
-        loss = float(jnp.sum(self._losses(state.params, batch)))
-        self._check_finite(int(state.step), {'loss after the update': loss})
-        self.checkpoints.save(state, joined_positions(self.data.get_state()))
+    def save(self, state: TrainState, batch: Batch | None) -> None:
+        """Starts to save, if the parameters give a finite loss.
+
+        batch: of the last step that changed them, whose loss that is; None if none did.
+        """
+        if batch is not None:
+            loss = float(jnp.sum(self._course.program.losses(state.params, batch)))
+            self._check_finite(int(state.step), {'loss after the update': loss})
+        self.checkpoints.save(state, self._course.position(state))
 
     def trigram(self) -> float:
         """Held-out bits per byte of a trigram model counted on the training split."""
-        config, tokenizer = self.config.data, self.tokenizer
+        config, tokenizer = self._course.stage.config.data, self.tokenizer
         return trigram_bits_per_byte(
             loader.document_tokens(config, tokenizer, 'train'),
-            loader.held_out_batches(config, tokenizer, self.config.train.eval_batches),
+            self._course.program.held_out(),
             tokenizer.token_byte_lengths(),
         )
 
     def evaluate(self, params: Any) -> HeldOut:
-        """Held-out loss over `train.eval_batches` batches, the same every time."""
-        num_batches = self.config.train.eval_batches
-        batches = loader.held_out_batches(self.config.data, self.tokenizer, num_batches)
-        lengths = self.tokenizer.token_byte_lengths()
+        """Held-out loss over `train.eval_batches` batches, the same every time in a stage."""
+        program, lengths = self._course.program, self.tokenizer.token_byte_lengths()
 
         def losses(params: Any, batch: Batch) -> jax.Array:
-            return self._losses(params, self.placement.place_whole(batch))
+            return program.losses(params, program.placement.place_whole(batch))
 
-        return evaluate(self.model, params, batches, lengths, losses)
+        return evaluate(program.model, params, program.held_out(), lengths, losses)
 
     def run(self, on_step: Callable[[int], None] | None = None) -> Outcome:
         """Trains to `num_steps`.
@@ -265,92 +229,232 @@ class Trainer:
           on_step: called after each step with its number.
 
         Raises:
-          NonFiniteLoss: names the step; the newest checkpoint is from before it.
-          OSError: a checkpoint could not be written.
+          NonFiniteLoss, LossSpike: names the step; the newest checkpoint is from before it.
+          OSError: a checkpoint could not be written, or the data cannot be read any more.
         """
         self.describe()
-        state = self.start()
-        writer = metrics_lib.MetricsWriter(
-            self.workdir, self.config.train.num_steps, int(state.step)
-        )
-        try:
-            with _StopRequest() as stop:
-                state, finished = self._steps(state, writer, stop, on_step or (lambda step: None))
-        finally:
-            writer.close()
-        return Outcome(state, self.model, self.tokenizer, finished)
+        train, on_step = self.config.train, on_step or (lambda step: None)
+        with Watchdog(train.watchdog_step_s, train.watchdog_pause_s) as watchdog:
+            with watchdog.pause('restoring a checkpoint'):
+                state = self.start()
+            writer = metrics_lib.MetricsWriter(
+                self.workdir, train.num_steps, int(state.step), train.failed_save
+            )
+            try:
+                with _StopRequest() as stop:
+                    finished = None
+                    while finished is None:
+                        state, finished = self._steps_or_back(
+                            state, writer, stop, watchdog, on_step
+                        )
+            except BaseException:
+                self._finish_saving()
+                raise
+            finally:
+                writer.close()
+        return Outcome(state, self._course.program.model, self.tokenizer, finished)
 
-    def _steps(self, state, writer, stop, on_step) -> tuple[TrainState, bool]:
-        train = self.config.train
+    def _finish_saving(self) -> None:
+        """Makes what was begun a whole checkpoint, for the run that goes on."""
+        try:
+            self.checkpoints.wait()
+        except OSError as error:
+            logging.error('%s', error)
+
+    def _steps_or_back(
+        self, state, writer, stop, watchdog, on_step
+    ) -> tuple[TrainState, bool | None]:
+        """As `_steps`, or the state that the run went back to and None."""
+        try:
+            return self._steps(state, writer, stop, watchdog, on_step)
+        except _RollBack as caught:
+            asked = caught.with_traceback(None)  # which holds the arrays of the state
+        del state
+        with watchdog.pause('restoring a checkpoint'):
+            return self._gone_back(asked, writer), None
+
+    def _steps(self, state, writer, stop, watchdog, on_step) -> tuple[TrainState, bool]:
+        train, course = self.config.train, self._course
         schedule = learning_rate(self.config.optimizer, train.num_steps)
         first = step = int(state.step)
         watch, started, tokens = metrics_lib.Stopwatch(), 0.0, 0
-        saved, unchecked = step, None
-        steps, stopped = {}, False  # compiled, by the number of rows
+        saved, stopped = step, False
+        before: _Made | None = None
         while step < train.num_steps and not stopped:
-            rows = self.config.data.batch_size_at(step)
-            batch = self.placement.place(self.data.take(rows))
-            if rows not in steps:
-                steps[rows] = self._compiled_step(batch)
-            state, metrics = steps[rows](state, batch)
+            if course.ends(step):
+                with watchdog.pause('going to the next stage'):
+                    state, first = course.at(step, state), step
+            batch = course.batch(step)
+            if not course.program.is_compiled(batch):
+                with watchdog.pause('compiling'):
+                    course.program.compile(batch)
+            state, metrics = course.program.step(state, batch)
             step += 1
             # Of the step before: the device is already busy with this one.
-            self._check_finite(step - 1, unchecked)
-            unchecked = metrics
+            self._look_at(before, writer)
+            before = made = _Made(step, batch, metrics)
             tokens += batch['tokens'].size
             if step % train.log_every == 0 or step == train.num_steps or step == first + 1:
-                self._check_finite(step, metrics)
+                self._look_at(made, writer)
                 seconds = watch.lap()
-                values = {
-                    'loss': float(metrics['loss']),
-                    'grad_norm': float(metrics['grad_norm']),
+                values = self._values(made) | {
                     'learning_rate': float(schedule(step - 1)),
                     'tokens_per_second': tokens / seconds,
                     'step_ms': 1000 * seconds / max(1, tokens) * batch['tokens'].size,
                 }
                 tokens = 0
-                values |= {
-                    name: np.asarray(x).tolist()
-                    for name, x in metrics.items()
-                    if x.ndim or name in ('z_loss', 'mtp_loss')
-                }
-                writer.write(step, values)
                 if step == first + 1:  # it compiled; the others tell the pace
                     started, eta = time.perf_counter(), None
                 else:
                     pace = (time.perf_counter() - started) / (step - first - 1)
                     eta = pace * (train.num_steps - step)
-                writer.step_line(step, values, eta)
+                if made.verdict != NON_FINITE:
+                    writer.write(step, values)
+                    writer.step_line(step, values, eta)
             if train.eval_every and step % train.eval_every == 0:
-                self._check_finite(step, metrics)
-                self._log_evaluation(state, writer)
-            if step % train.checkpoint_every == 0:
-                self._check_finite(step, metrics)
-                self.save(state, batch)
+                self._look_at(made, writer)
+                with watchdog.pause('an evaluation'):
+                    self._log_evaluation(state, writer)
+            if step % train.checkpoint_every == 0 or course.ends(step):
+                self._look_at(made, writer)
+                with watchdog.pause('saving'):
+                    self._try_to_save(state, writer)
                 saved = step
+            watchdog.beat()
             on_step(step)
             stopped = stop.asked(step)
-        if saved != step:
-            self._check_finite(step, unchecked)
-            self.save(state, batch)
-        self.checkpoints.wait()
+        with watchdog.pause('saving'):
+            if saved != step:
+                self._look_at(before, writer)
+                self.save(state, self._counted)
+            self.checkpoints.wait()
         if stopped and step < train.num_steps:
             logging.info('SIGTERM: saved step %d; the same command goes on from there', step)
             return state, False
         return state, True
 
-    def _check_finite(self, step: int, metrics: dict[str, Any] | None) -> None:
+    def _values(self, made: _Made) -> dict[str, Any]:
+        """What is logged of a step's metrics."""
+        metrics = made.metrics
+        values = {'stage': self._course.stage.number} if self.config.train.stages else {}
+        values |= {'loss': float(metrics['loss']), 'grad_norm': float(metrics['grad_norm'])}
+        for name, x in metrics.items():
+            if name == 'judgement':
+                values['skipped_steps'] = int(x.skipped)
+                if np.isfinite(x.threshold):
+                    values['spike_threshold'] = float(x.threshold)
+            elif x.ndim or name in ('z_loss', 'mtp_loss'):
+                values[name] = np.asarray(x).tolist()
+        return values
+
+    def _look_at(self, made: _Made | None, writer: metrics_lib.MetricsWriter) -> None:
+        """Waits for a step's metrics, and acts where something is wrong with them; once a step.
+
+        Raises:
+          NonFiniteLoss, LossSpike: the run must end. _RollBack: it must go back.
+        """
+        if made is None or made.verdict is not None:
+            return
+        values = jax.device_get(made.metrics)  # one transfer
+        judgement = values.pop('judgement', None)
+        made.verdict = FINE if judgement is None else int(judgement.verdict)
+        if made.verdict == FINE:
+            self._check_finite(made.step, values)
+            self._counted = made.batch
+        else:
+            self._act_on(made, values, judgement, writer)
+
+    def _act_on(
+        self,
+        made: _Made,
+        values: dict[str, Any],
+        judgement: Judgement,
+        writer: metrics_lib.MetricsWriter,
+    ) -> None:
+        """Decides what becomes of a run whose last update was undone."""
+        train, step, loss = self.config.train, made.step, float(values['loss'])
+        norm, in_a_row = float(values['grad_norm']), int(judgement.in_a_row)
+        if made.verdict == SPIKE:
+            policy, error_class = train.spike_policy, LossSpike
+            reason = (
+                f'loss {loss:.4f} at step {step} is a spike: above {judgement.threshold:.4f}, '
+                f'{train.spike_deviations:g} deviations above the median of the last '
+                f'{train.spike_window} losses'
+            )
+        else:
+            policy, error_class = train.non_finite_policy, NonFiniteLoss
+            reason = f'loss is {loss} and grad_norm {norm} at step {step}'
+        if policy == 'skip' and in_a_row > train.max_skipped_steps:
+            policy = 'stop'
+            reason += (
+                f'; {in_a_row} steps in a row are undone, wanted at most {train.max_skipped_steps} '
+                '(train.max_skipped_steps)'
+            )
+        if policy == 'skip':
+            facts = {'skipped_steps': int(judgement.skipped)}
+            writer.decide(step, 'skip', f'{reason}; its update is undone', **facts)
+            return
+        if policy == 'roll_back':
+            raise _RollBack(step, reason, error_class)
+        raise error_class(f'{reason}; {self._advice(step)}')
+
+    def _advice(self, step: int) -> str:
+        self.checkpoints.wait()
+        newest = next(iter(self.checkpoints.steps()), 'none')
+        return (
+            f'the newest checkpoint is of step {newest}. Lower optimizer.learning_rate, or look at '
+            f'the data of that step: python -m experiments.replay --workdir={self.workdir} '
+            f'--step={step}'
+        )
+
+    def _gone_back(self, asked: _RollBack, writer: metrics_lib.MetricsWriter) -> TrainState:
+        """The newest checkpoint, with the data after those of the step that asked.
+
+        Where the run is killed before its next save, it comes here again in the same way.
+
+        Raises:
+          NonFiniteLoss, LossSpike: the run went back to that checkpoint too often.
+        """
+        course, step = self._course, asked.step
+        stage = course.stage
+        self.checkpoints.wait()
+        state = course.restored(self.checkpoints)
+        if state is None:
+            state = course.fresh()
+        begun = int(state.step)
+        times, rows = self._went_back.get(begun, (0, 0))
+        most = self.config.train.max_roll_backs
+        if times == most:
+            raise asked.error_class(
+                f'{asked.reason}; the run went back to step {begun} {times} times, wanted at most '
+                f'{most} (train.max_roll_backs); {self._advice(step)}'
+            )
+        if stage == course.stage:
+            rows += sum(map(course.rows, range(begun, step)))
+            course.pass_over(rows, begun)
+        self._went_back[begun] = times + 1, rows
+        self._counted = None
+        writer.go_back(begun)
+        reason = f'{asked.reason}; back to step {begun}, past the data up to that step'
+        writer.decide(begun + 1, 'roll_back', reason, from_step=step, passed_rows=rows)
+        return state
+
+    def _try_to_save(self, state: TrainState, writer: metrics_lib.MetricsWriter) -> None:
+        """Saves; what fails ends the run only where the config says so."""
+        try:
+            self.save(state, self._counted)
+        except OSError as error:
+            if self.config.train.failed_save == 'stop':
+                raise
+            writer.decide(int(state.step), 'go_on', f'{error}')
+
+    def _check_finite(self, step: int, metrics: dict[str, Any]) -> None:
         """Raises NonFiniteLoss if a value of `step` is no number."""
-        for name, value in jax.device_get(metrics or {}).items():  # one transfer
+        for name, value in metrics.items():
             values = np.atleast_1d(value)
             bad = values[~np.isfinite(values)]
             if bad.size:
-                self.checkpoints.wait()
-                raise NonFiniteLoss(
-                    f'{name} is {bad[0]} at step {step}; the newest checkpoint is of step '
-                    f'{next(iter(self.checkpoints.steps()), "none")}. Lower '
-                    'optimizer.learning_rate, or look at the data of that step'
-                )
+                raise NonFiniteLoss(f'{name} is {bad[0]} at step {step}; {self._advice(step)}')
 
     def _log_evaluation(self, state: TrainState, writer: metrics_lib.MetricsWriter) -> None:
         result, step = self.evaluate(state.params), int(state.step)

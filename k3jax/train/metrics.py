@@ -12,8 +12,11 @@ from etils import epath
 from matplotlib.figure import Figure
 from tensorboardX import SummaryWriter
 
+from k3jax.config import FailedSavePolicy
+
 # name -> how it reads in the step line
 STEP_LINE = {
+    'stage': 'stage {}',
     'loss': 'loss {:.4f}',
     'maxvio': 'maxvio {:.2f}',
     'learning_rate': 'lr {:.1e}',
@@ -33,12 +36,15 @@ class MetricsWriter:
     """Appends to `metrics.jsonl` and TensorBoard events in a workdir; one writer a run.
 
     Records of steps after `start`, which the run is about to make again, are dropped. Of several
-    processes, only the first writes.
+    processes, only the first writes. A record that cannot be written is an OSError, or is lost
+    where `on_failure` is 'go_on'.
     """
 
-    def __init__(self, workdir: epath.Path, num_steps: int, start: int):
+    def __init__(
+        self, workdir: epath.Path, num_steps: int, start: int, on_failure: FailedSavePolicy
+    ):
         self._path = workdir / 'metrics.jsonl'
-        self._num_steps = num_steps
+        self._num_steps, self._on_failure = num_steps, on_failure
         self._events = None
         if jax.process_index() == 0:
             _drop_after(self._path, start)
@@ -51,14 +57,34 @@ class MetricsWriter:
         """
         if self._events is None:
             return
-        with self._path.open('a') as f:
-            f.write(json.dumps({'step': step, **values}) + '\n')
+        self._append({'step': step, **values})
         for name, value in values.items():
             if isinstance(value, list):
                 self._events.add_scalar(f'{name}/max', max(value), step)
                 self._events.add_scalar(f'{name}/min', min(value), step)
             else:
                 self._events.add_scalar(name, value, step)
+
+    def decide(self, step: int, decision: str, reason: str, **facts: float) -> None:
+        """Logs that a run goes on where something was wrong, and why; `facts` for the record."""
+        logging.warning('%s: %s', decision, reason)
+        if self._events is not None:
+            self._append({'step': step, 'decision': decision, 'reason': reason, **facts})
+
+    def go_back(self, step: int) -> None:
+        """Drops records of later steps, which are about to be made again; decisions stay."""
+        if self._events is not None:
+            _drop_after(self._path, step, keep_decisions=True)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        try:
+            with self._path.open('a') as f:
+                f.write(json.dumps(row) + '\n')
+        except OSError as error:
+            message = f'{self._path} cannot be written ({error.strerror}); make room'
+            if self._on_failure == 'stop':
+                raise OSError(f'{message}, then run the same command again') from error
+            logging.error('%s. Lost: the record of step %d', message, row['step'])
 
     def step_line(self, step: int, values: dict[str, float], eta_s: float | None) -> None:
         values = {name: max(x) if isinstance(x, list) else x for name, x in values.items()}
@@ -72,10 +98,14 @@ class MetricsWriter:
             self._events.close()
 
 
-def _drop_after(path: epath.Path, step: int) -> None:
+def _drop_after(path: epath.Path, step: int, keep_decisions: bool = False) -> None:
     if not path.exists():
         return
-    kept = [row for row in read_metrics(path) if row['step'] <= step]
+    kept = [
+        row
+        for row in read_metrics(path)
+        if row['step'] <= step or (keep_decisions and 'decision' in row)
+    ]
     temporary = path.parent / f'{path.name}.tmp'
     temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
     temporary.replace(path)

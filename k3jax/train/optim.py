@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -135,6 +136,7 @@ class _Scalars(NamedTuple):
     rate: jax.Array
     norm: jax.Array
     count: jax.Array | int
+    undone: jax.Array | None
 
 
 class _Leaf(NamedTuple):
@@ -199,6 +201,7 @@ class Optimizer:
         norm: jax.Array,
         count: jax.Array | int = 1,
         corrections: Mapping[tuple[str, ...], Correction] = MappingProxyType({}),
+        undone: jax.Array | None = None,
         placed: tuple[Any, Any] | None = None,
     ) -> tuple[Any, Any]:
         """The parameters after a step, and the optimizer's state.
@@ -214,6 +217,7 @@ class Optimizer:
           step: int32, updates done before.
           norm: float32, of all gradients divided by `count`.
           corrections: what is then done to parameters, by their path.
+          undone: bool, whether all stays as it was; None: it does not.
           placed: abstract parameters and state, where parts of them wait in the host's memory.
         """
         rules, tree = jax.tree_util.tree_flatten_with_path(self.rules)
@@ -222,7 +226,7 @@ class Optimizer:
         for (path, rule), grad, param, state, *home in zip(rules, *columns, strict=True):
             correction = corrections.get(tuple(key.key for key in path))
             leaves.append(_Leaf(rule, correction, tuple(home), grad, param, state))
-        scalars = _Scalars(step, self.schedule(step), norm, count)
+        scalars = _Scalars(step, self.schedule(step), norm, count, undone)
         moved = [(leaf.param, leaf.state) for leaf in leaves]
         done: list[Any] = [norm] * LEAVES_AT_ONCE
         for group in self._together(leaves):
@@ -311,6 +315,9 @@ class Optimizer:
             if leaf.correction is not None:
                 param = leaf.correction(param)
             new = param, state
+            if scalars.undone is not None:
+                before = leaf.param, leaf.state
+                new = jax.tree.map(functools.partial(jnp.where, scalars.undone), before, new)
             results.append(sent_home(new, leaf.home) if leaf.home else new)
         return results
 

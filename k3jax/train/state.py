@@ -15,14 +15,23 @@ from k3jax.model.param import computed_dtypes, param_specs
 from k3jax.train.host_memory import HOST, on_chip, placed_on_host
 from k3jax.train.optim import Optimizer
 from k3jax.train.quantise import quantised
+from k3jax.train.spikes import Limits, fresh_guard
 
 
 class TrainState(NamedTuple):
-    """step: int32, updates done. params: float32 masters. opt_state: the optimizer's."""
+    """What a step starts from.
+
+    Attributes:
+      step: int32, steps done.
+      params: float32 masters.
+      opt_state: the optimizer's.
+      guard: spikes.Guard where steps are judged by it; () where they are not.
+    """
 
     step: jax.Array
     params: Any
     opt_state: Any
+    guard: Any = ()
 
 
 def check_trainable(config: ModelConfig) -> None:
@@ -46,10 +55,15 @@ def working_copy(model: Kimi, params: Any) -> Any:
     return jax.tree.map(lambda x, to: x.astype(to), params, dtypes)
 
 
-def fresh_state(model: Kimi, optimizer: Optimizer, key: jax.Array) -> TrainState:
-    """The state before the first step; under `jax.eval_shape`, its shapes only."""
-    params = init_params(model, key)
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
+def fresh_state(
+    model: Kimi, optimizer: Optimizer, key: jax.Array, limits: Limits | None = None
+) -> TrainState:
+    """The state before the first step; under `jax.eval_shape`, its shapes only.
+
+    limits: by which steps will be judged.
+    """
+    params, guard = init_params(model, key), () if limits is None else fresh_guard(limits)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), guard)
 
 
 def abstract_state(
@@ -57,12 +71,13 @@ def abstract_state(
     optimizer: Optimizer,
     mesh: Mesh,
     state_memory: StateMemory = 'device',
+    limits: Limits | None = None,
 ) -> TrainState:
     """Shapes, dtypes and placement of the state; the optimizer's arrays lie as their parameters.
 
-    state_memory: where parameters and those arrays wait between steps.
+    state_memory: where parameters and those arrays wait between steps. limits: of `fresh_state`.
     """
-    shapes = jax.eval_shape(lambda: fresh_state(model, optimizer, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: fresh_state(model, optimizer, jax.random.key(0), limits))
     parallel, specs = model.run.parallel, {}
     if parallel is not None:
         tree = param_specs(model.config, model.plan, parallel)
@@ -78,7 +93,10 @@ def abstract_state(
             sharding = sharding.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(place, shapes)
+    guard, whole = shapes.guard, NamedSharding(mesh, PartitionSpec())
+    guard = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), guard)
+    placed = jax.tree_util.tree_map_with_path(place, shapes._replace(guard=()))
+    return placed._replace(guard=guard)
 
 
 def chip_bytes(abstract: Any) -> int:

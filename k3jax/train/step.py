@@ -20,10 +20,11 @@ from k3jax.parallel.rules import AXES
 from k3jax.train.corrections import corrections, layer_metrics
 from k3jax.train.losses import TokenLosses, token_losses
 from k3jax.train.optim import Optimizer
+from k3jax.train.spikes import FINE, Limits, judged
 from k3jax.train.state import TrainState, working_copy
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]  # arrays; `judgement` is a spikes.Judgement
 
 
 class BatchLosses(NamedTuple):
@@ -206,12 +207,15 @@ def make_train_step(
     extra: Extra = LOSS_ALONE,
     mesh: Mesh | None = None,
     placed: TrainState | None = None,
+    limits: Limits | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The pure step function, to be jitted with the state donated.
 
     The loss is the mean over all targets of the batch, whatever the number of accumulation slices;
     `extra` is added, by weight, to what is minimised.
     placed: the abstract state, where parts of it wait in the host's memory between steps.
+    limits: of a step that counts; the update of another is undone; the metrics have the
+    `judgement`. None: every step counts.
     """
     balance = optimizer.config.quantile_balance
     watch = Watch(balance.bins if balance.enabled else 0)
@@ -230,6 +234,9 @@ def make_train_step(
         loss = sums.nll / count
         # Fused into the sums: the update makes a float32 copy of its own, a leaf at a time.
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads))
+        guard, judgement = state.guard, None
+        if limits is not None:
+            judgement, guard = judged(guard, loss, norm, limits)
         with jax.named_scope('optimizer'):
             params, opt_state = optimizer.update(
                 grads,
@@ -239,6 +246,7 @@ def make_train_step(
                 norm=norm,
                 count=count,
                 corrections=rules,
+                undone=None if judgement is None else judgement.verdict != FINE,
                 placed=None if placed is None else (placed.params, placed.opt_state),
             )
         metrics = {'loss': loss, 'grad_norm': norm, 'targets': count}
@@ -247,6 +255,8 @@ def make_train_step(
             after = jnp.maximum(jnp.sum(batch['next_targets'] != IGNORE), 1)
             metrics['mtp_loss'] = sums.mtp / after
         metrics |= layer_metrics(seen, model.config, model.plan)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        if judgement is not None:
+            metrics['judgement'] = judgement
+        return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     return train_step
