@@ -19,6 +19,7 @@ from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import cuts_of, decode_step, prefill_step
 from k3jax.train.optim import make_optimizer
+from k3jax.train.spikes import limits_of
 from k3jax.train.state import abstract_state, check_state_fits, check_trainable, chip_bytes
 from k3jax.train.step import Extra, make_train_step
 
@@ -101,7 +102,8 @@ def _train(config: Config, mesh: Mesh, limit: int | None) -> Job:
     check_trainable(config.model)
     model, data = _model(config, mesh, 'train'), config.data
     optimizer = make_optimizer(config.optimizer, config.train.num_steps, model, mesh)
-    state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory)
+    limits = limits_of(config.train)
+    state = abstract_state(model, optimizer, mesh, config.optimizer.state_memory, limits)
     check_state_fits(state, model, limit)
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
     rows = _int32(cut, mesh, data.batch_size, data.sequence_length)
@@ -115,6 +117,7 @@ def _train(config: Config, mesh: Mesh, limit: int | None) -> Job:
         extra=Extra(config.train.z_loss, config.train.mtp_loss_weight),
         mesh=mesh,
         placed=state,
+        limits=limits,
     )
     return Job(step, (state, batch), (0,), flops, tokens, 'documents are as long as a row')
 

@@ -177,6 +177,12 @@ class Checkpoints:
                 ),
             )
 
+    def drop_unfinished(self) -> None:
+        """Removes what a failed save left, which takes room; none may be under way."""
+        if jax.process_index() == 0:
+            for path in self._folder.glob('*.orbax-checkpoint-tmp*'):
+                path.rmtree(missing_ok=True)
+
     def wait(self) -> None:
         """Returns when what was started is on disk.
 

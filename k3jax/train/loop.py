@@ -319,7 +319,7 @@ class Trainer:
                 self._look_at(made, writer)
                 with watchdog.pause('saving'):
                     self._try_to_save(state, writer)
-                saved = step
+                saved = step  # or about to fail, which the end of the run will see
             watchdog.beat()
             on_step(step)
             stopped = stop.asked(step)
@@ -440,13 +440,15 @@ class Trainer:
         return state
 
     def _try_to_save(self, state: TrainState, writer: metrics_lib.MetricsWriter) -> None:
-        """Saves; what fails ends the run only where the config says so."""
+        """Starts to save; what fails ends the run only where the config says so."""
         try:
             self.save(state, self._counted)
-        except OSError as error:
+        except OSError as error:  # mostly of the save before
             if self.config.train.failed_save == 'stop':
                 raise
             writer.decide(int(state.step), 'go_on', f'{error}')
+            self.checkpoints.drop_unfinished()
+            self.save(state, self._counted)
 
     def _check_finite(self, step: int, metrics: dict[str, Any]) -> None:
         """Raises NonFiniteLoss if a value of `step` is no number."""

@@ -95,7 +95,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         if self._events is not None:
-            self._events.close()
+            try:
+                self._events.close()
+            except OSError as error:  # must not take the place of what ended the run
+                logging.error('TensorBoard events: the last are lost (%s)', error)
 
 
 def _drop_after(path: epath.Path, step: int, keep_decisions: bool = False) -> None:

@@ -21,6 +21,7 @@ from k3jax.data.tokenizer import load_tokenizer
 from k3jax.train.curriculum import stage_at, stages_of
 from k3jax.train.loop import Trainer
 from k3jax.train.program import Program
+from k3jax.train.replay import replay
 from tests import tiny
 from tests.corpus import write_corpus
 
@@ -199,6 +200,27 @@ def test_a_run_resumed_in_a_stage_or_between_two_equals_one_that_was_not(
     for number, row in again.items():
         for name in ('loss', 'grad_norm', 'stage', 'skipped_steps'):
             assert row[name] == before[number][name]
+
+
+def test_steps_of_every_stage_are_made_again_bit_for_bit(straight):
+    """Those before the first checkpoint, too."""
+    workdir, _ = straight
+    first = list(replay(str(workdir), 2, jax.devices()[:4]))
+    later = list(replay(str(workdir), 5, jax.devices()[:4]))
+    assert [made.step for made in first + later] == [1, 2, 4, 5]
+    assert all(made.recorded is not None and made.equal for made in first + later)
+    a, b = later[-1].rows
+    assert a['loss'] >= b['loss'] and {a['row'], b['row']} == {0, 1}
+    assert 'document' in ''.join(a['text'] + b['text'])
+    assert not first[0].rows and len(first[-1].rows) == 4
+
+
+def test_what_cannot_be_made_again_is_refused(straight, tmp_path):
+    workdir, _ = straight
+    with pytest.raises(ConfigError, match=r'--step: got 7, wanted 1\.\.6'):
+        next(replay(str(workdir), 7, jax.devices()[:4]))
+    with pytest.raises(ValueError, match='holds no run of experiments.train'):
+        next(replay(str(tmp_path), 1))
 
 
 def test_a_checkpoint_of_another_stage_than_the_config_says_is_refused(straight, config, tmp_path):

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -212,20 +213,24 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_an_error(config, tmp_path):
         trainer(small, tmp_path / 'a')
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stays(config, tmp_path):
-    """A file-size limit stands for a full disk."""
+def run_on_a_full_disk(config, tmp_path, room_after):
+    """What a run prints whose files must be short from step 3 on, as long as a disk is full."""
     script = f"""
 import pathlib, pickle, resource, signal
 from tests.train import loop_test
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 config = pickle.loads(pathlib.Path({str(tmp_path / 'config')!r}).read_bytes())
 trainer = loop_test.trainer(config, {str(tmp_path / 'a')!r})
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 def limit(step):
     if step == 3:
         trainer.checkpoints.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, most))
+    if step == {room_after}:
+        loop_test.settled(trainer)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 try:
-    trainer.run(limit)
+    print('FINISHED', trainer.run(limit).finished)
 except OSError as error:
     print('OSERROR', error)
 """
@@ -234,10 +239,69 @@ except OSError as error:
         'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
     }
-    out = subprocess.run(
+    return subprocess.run(
         [sys.executable, '-c', script], capture_output=True, text=True, env=os.environ | cache
     )
+
+
+def settled(trainer):
+    """Waits for a save that is under way, and leaves it to the run to see how that ended."""
+    for thread in threading.enumerate():
+        if 'save' in thread.name:
+            threading.Thread.join(thread)  # Orbax's own would raise what went wrong
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stays(config, tmp_path):
+    out = run_on_a_full_disk(config, tmp_path, room_after=None)
     assert 'OSERROR' in out.stdout and 'could not be written' in out.stdout, out.stderr[-2000:]
+    resumed = trainer(config, tmp_path / 'a')
+    assert int(resumed.start().step) == 2
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_failed_save_where_the_config_says_so(config, tmp_path):
+    straight = trainer(config, tmp_path / 'b').run()
+    out = run_on_a_full_disk(with_train(config, failed_save='go_on'), tmp_path, room_after=5)
+    assert 'FINISHED True' in out.stdout, out.stderr[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / 'a/metrics.jsonl').read_text().splitlines()]
+    ((step, reason),) = [(row['step'], row['reason']) for row in rows if 'decision' in row]
+    assert step == 6 and 'a checkpoint could not be written' in reason
+    saved = sorted(int(path.name) for path in (tmp_path / 'a/checkpoints').iterdir())
+    assert saved == [2, 6]
+    resumed = trainer(config, tmp_path / 'a')
+    for a, b in zip(leaves(resumed.start()), leaves(straight.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_data_that_vanishes_stops_the_run_with_a_message_and_it_goes_on_when_it_is_back(
+    config, tmp_path
+):
+    source = pathlib.Path(config.data.source)
+
+    def hide(step):
+        if step == 4:
+            source.rename(tmp_path / 'hidden')
+
+    data = dataclasses.replace(config.data, shuffle_rows=1)
+    config = dataclasses.replace(config, data=data)
+    with pytest.raises(OSError, match=r'data\.source: .* cannot be read any more, at step .*bring'):
+        trainer(config, tmp_path / 'a').run(hide)
+    (tmp_path / 'hidden').rename(source)
+    resumed = trainer(config, tmp_path / 'a')
+    assert int(resumed.start().step) == 4
+
+
+def test_data_that_ends_stops_the_run_with_a_message(config, tmp_path):
+    run = trainer(config, tmp_path / 'a')
+    take, batches = run._course.data.take, iter(range(3))
+
+    def three(rows):
+        next(batches)
+        return take(rows)
+
+    run._course.data.take = three
+    with pytest.raises(ValueError, match=r'has no rows left for step 4 of 6 \(train.num_steps\)'):
+        run.run()
     resumed = trainer(config, tmp_path / 'a')
     assert int(resumed.start().step) == 2
 

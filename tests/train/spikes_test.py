@@ -13,6 +13,7 @@ from k3jax.data.tokenizer import load_tokenizer
 from k3jax.train import spikes
 from k3jax.train.loop import LossSpike, NonFiniteLoss, Trainer
 from k3jax.train.program import Program
+from k3jax.train.replay import replay
 from tests import tiny
 from tests.corpus import write_corpus
 
@@ -174,7 +175,10 @@ def kill_after(step, times=1):
     return on_step
 
 
-@pytest.mark.parametrize(('policy', 'kill'), [('skip', (15, 1)), ('roll_back', (13, 2))])
+@pytest.mark.parametrize(
+    ('policy', 'kill'),
+    [pytest.param('skip', (15, 1), marks=pytest.mark.slow), ('roll_back', (13, 2))],
+)
 def test_a_run_with_spikes_that_is_killed_and_resumed_equals_one_that_was_not(
     corpus, tmp_path, policy, kill
 ):
@@ -190,6 +194,10 @@ def test_a_run_with_spikes_that_is_killed_and_resumed_equals_one_that_was_not(
     assert [row for row in rows(tmp_path / 'b') if 'decision' in row] == decisions
     steps = [row['step'] for row in rows(tmp_path / 'a') if 'loss' in row]
     assert steps == sorted(set(steps))
+    # Made again, with the data that the run went on with after it went back.
+    made = list(replay(str(tmp_path / 'a'), 15, jax.devices()[:1]))
+    assert [(one.step, one.equal) for one in made] == [(13, True), (14, True), (15, True)]
+    assert made[-1].recorded
 
 
 @pytest.mark.parametrize(
