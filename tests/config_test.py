@@ -1,5 +1,6 @@
 """Configs: values that cannot work, and dicts that are not a config, are errors with a name."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,7 @@ import pytest
 
 from configs import tiny_k3
 from k3jax import config as config_lib
-from k3jax.config_dict import model_config_from_dict, to_dict
+from k3jax.config_dict import config_from_dict, model_config_from_dict, to_dict
 
 MODEL = tiny_k3.get_config().model
 
@@ -114,3 +115,14 @@ def test_values_at_the_edge_are_taken():
     assert train.seed == 2**32 - 1
     assert config_lib.DataConfig(shuffle_seed=0).shuffle_seed == 0
     assert config_lib.OptimizerConfig(weight_decay=0.0).weight_decay == 0
+
+
+def test_a_whole_config_survives_json_with_its_stages():
+    config = tiny_k3.get_config()
+    changes = {'sequence_length': 512, 'ramp_steps': (7,), 'ramp_batch_sizes': (2,)}
+    stages = (
+        config_lib.StageConfig(first_step=0),
+        config_lib.StageConfig(first_step=5, data=changes, mesh={'sequence': 2}),
+    )
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, stages=stages))
+    assert config_from_dict(json.loads(json.dumps(to_dict(config)))) == config

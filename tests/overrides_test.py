@@ -1,6 +1,7 @@
 """--set: values by the type of their field, all changes together, and errors that help."""
 
 import dataclasses
+import re
 from typing import Literal
 
 import pytest
@@ -124,3 +125,31 @@ def test_the_projects_own_config_takes_overrides():
         apply_overrides(config_lib.TrainConfig(), ['dtype=float16'])
     with pytest.raises(ConfigError, match=r'data.batch_size: got 0, wanted a number above 0'):
         apply_overrides(config_lib.DataConfig(), ['batch_size=0'])
+
+
+def test_a_stage_of_a_run_is_changed_by_its_number_with_the_types_of_what_it_changes():
+    config = tiny_k3.get_config()
+    stages = tuple(config_lib.StageConfig(first_step=step) for step in (0, 5))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, stages=stages))
+    changed = apply_overrides(
+        config,
+        ['train.stages.1.data.sequence_length=1e3', 'train.stages.1.mesh.expert=2']
+        + ['train.stages.0.train.keep=ffn_input', 'train.stages.1.first_step=9'],
+    )
+    first, second = changed.train.stages
+    assert (second.first_step, second.data, second.mesh) == (
+        9,
+        {'sequence_length': 1000},
+        {'expert': 2},
+    )
+    assert first.train == {'keep': ('ffn_input',)} and not first.data
+    assert apply_overrides(config, ['train.stages=()']).train.stages == ()
+    for override, message in (
+        ('train.stages.2.first_step=9', "train.stages has no field '2'; It has: 0, 1"),
+        ('train.stages.1.data.batchsize=9', "did you mean 'train.stages.1.data.batch_size'"),
+        ('train.stages.1.data.batch_size=x', "got 'x', wanted an integer"),
+        ('train.stages.1.data.tokenizer=x', "data.tokenizer: got 'x', wanted one of source"),
+        ('train.stages.1=x', 'is a group, wanted one of its fields: first_step, data, mesh, train'),
+    ):
+        with pytest.raises(config_lib.ConfigError, match=re.escape(message)):
+            apply_overrides(config, [override])
