@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from k3jax.config import ConfigError
+from configs import tiny_k3
+from k3jax.config import ConfigError, StageConfig
 from k3jax.overrides import apply_overrides
 
 
@@ -129,7 +130,7 @@ def test_the_projects_own_config_takes_overrides():
 
 def test_a_stage_of_a_run_is_changed_by_its_number_with_the_types_of_what_it_changes():
     config = tiny_k3.get_config()
-    stages = tuple(config_lib.StageConfig(first_step=step) for step in (0, 5))
+    stages = tuple(StageConfig(first_step=step) for step in (0, 5))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, stages=stages))
     changed = apply_overrides(
         config,
@@ -151,5 +152,5 @@ def test_a_stage_of_a_run_is_changed_by_its_number_with_the_types_of_what_it_cha
         ('train.stages.1.data.tokenizer=x', "data.tokenizer: got 'x', wanted one of source"),
         ('train.stages.1=x', 'is a group, wanted one of its fields: first_step, data, mesh, train'),
     ):
-        with pytest.raises(config_lib.ConfigError, match=re.escape(message)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             apply_overrides(config, [override])

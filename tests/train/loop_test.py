@@ -238,6 +238,7 @@ except OSError as error:
     cache = {
         'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
+        'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',  # as here, so that the last bits are the same
     }
     return subprocess.run(
         [sys.executable, '-c', script], capture_output=True, text=True, env=os.environ | cache
