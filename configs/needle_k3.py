@@ -33,7 +33,7 @@ def get_config() -> Config:
             gate_lower_bound=-5.0,
             use_full_rank_gate=True,
             kda_layers=(1, 3),
-            full_attn_layers=(2, 4),  # with one of them, facts are found later
+            full_attn_layers=(2, 4),
         ),
         num_experts=8,
         num_experts_per_token=2,
