@@ -1,4 +1,7 @@
-"""A K3 that learns on a laptop to find facts anywhere in its context; see experiments.needles."""
+"""A K3 that learns on a laptop to find facts anywhere in its context; see experiments.needles.
+
+Four stages, each with windows eight or four times as long as the one before.
+"""
 
 from k3jax.config import (
     Config,
@@ -7,6 +10,7 @@ from k3jax.config import (
     ModelConfig,
     NeedlesConfig,
     OptimizerConfig,
+    StageConfig,
     TrainConfig,
 )
 
@@ -58,7 +62,13 @@ def get_config() -> Config:
             shuffle_rows=1,
         ),
         train=TrainConfig(
-            num_steps=600,
+            num_steps=870,
+            stages=(
+                StageConfig(first_step=0),
+                StageConfig(first_step=600, data={'sequence_length': 1024, 'batch_size': 8}),
+                StageConfig(first_step=750, data={'sequence_length': 4096, 'batch_size': 4}),
+                StageConfig(first_step=830, data={'sequence_length': 16384, 'batch_size': 2}),
+            ),
             dtype='float32',
             remat='none',
             log_every=20,
