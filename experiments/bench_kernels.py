@@ -63,6 +63,8 @@ def main(_: Sequence[str]) -> int:
     check_topology(_TOPOLOGY.value)
     if _JSON.value and not epath.Path(_JSON.value).parent.is_dir():
         raise ValueError(f'--json={_JSON.value}: there is no such folder; make it first')
+    if _JSON.value and epath.Path(_JSON.value).is_dir():
+        raise ValueError(f'--json={_JSON.value}: is a folder, wanted a file')
     cases, rows = cases_of(_KERNEL.value), []
     print(f'{_TOPOLOGY.value}, {len(cases)} cases', flush=True)
     header = ('kernel/shape/pass', 'dtype', 'cycles', 'us', 'MiB', 'spills', 'roofline')

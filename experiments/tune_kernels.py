@@ -26,6 +26,8 @@ def main(_: Sequence[str]) -> int:
     """Exit status 1 where no tile size of some case has a figure."""
     check_topology(_TOPOLOGY.value)
     cases = [case for case in cases_of(_KERNEL.value) if len(case.tile_space) > 1]
+    if not cases:
+        raise ValueError(f'--kernel={_KERNEL.value}: nothing to tune, one tile size each')
     missing = 0
     for key, group in grouped(cases):
         names = ', '.join(case.name for case in group)

@@ -41,6 +41,8 @@ def cases_of(prefix: str | None) -> list[Case]:
     Raises:
       ValueError: there is none.
     """
+    if prefix == '':
+        raise ValueError('--kernel: got nothing, wanted the start of a case; leave it out for all')
     cases = all_cases()
     chosen = [case for case in cases if prefix is None or case.key.startswith(prefix)]
     if not chosen:

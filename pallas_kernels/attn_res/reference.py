@@ -8,6 +8,7 @@ from jax import lax
 
 Flag = jax.Array | bool  # a Python bool where it is known while tracing
 Count = jax.Array | int
+LOWEST = -1e30  # score of what does not count; finite, so that nothing at all mixes to 0
 
 
 def attn_res_reference(
@@ -28,7 +29,7 @@ def attn_res_reference(
     values = jnp.where(counts, values, 0)
     rms = jnp.sqrt(jnp.mean(values**2, axis=-1, keepdims=True) + eps)
     scores = jnp.sum(values / rms * norm.astype(wide) * proj.astype(wide), axis=-1, keepdims=True)
-    weights = jax.nn.softmax(jnp.where(counts, scores, -jnp.inf), axis=0)
+    weights = jax.nn.softmax(jnp.where(counts, scores, LOWEST), axis=0)
     mixture = jnp.sum(weights * values, axis=0)
     rms = jnp.sqrt(jnp.mean(mixture**2, axis=-1, keepdims=True) + eps)
     return (mixture / rms * out_norm.astype(wide)).astype(prefix.dtype)
@@ -61,14 +62,14 @@ def _mixture(
         bank = jnp.where(live[:, None, None, None], bank, 0)
     snapshots, bank_scores = score(bank)
     if live is not None:
-        bank_scores = jnp.where(live[:, None, None], bank_scores, -jnp.inf)
+        bank_scores = jnp.where(live[:, None, None], bank_scores, LOWEST)
     if use_prefix is False:
         weights = jax.nn.softmax(bank_scores, axis=0)
         return jnp.sum(weights[..., None] * snapshots, axis=0)
     if use_prefix is not True:
         prefix = jnp.where(use_prefix, prefix, 0)
     running, prefix_score = score(prefix)
-    prefix_score = jnp.where(use_prefix, prefix_score, -jnp.inf)
+    prefix_score = jnp.where(use_prefix, prefix_score, LOWEST)
     weights = jax.nn.softmax(jnp.concatenate([bank_scores, prefix_score[None]]), axis=0)
     mixture = jnp.sum(weights[:-1, ..., None] * snapshots, axis=0)
     return mixture + weights[-1][..., None] * running

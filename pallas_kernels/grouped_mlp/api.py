@@ -15,7 +15,7 @@ from pallas_kernels.common.platform import Implementation, check_implementation,
 from pallas_kernels.grouped_mlp import dense_kernels, mxfp4_kernels, xla
 from pallas_kernels.grouped_mlp.activations import GatedActivation
 from pallas_kernels.grouped_mlp.experts import Experts, is_packed, shape_of
-from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4
+from pallas_kernels.grouped_mlp.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_mlp.mxfp4_tiles import CHUNK, Mxfp4Tiles, tile_mxfp4
 from pallas_kernels.grouped_mlp.mxfp8 import Mxfp8, RoundedActivation, round_rows
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
@@ -86,6 +86,16 @@ def grouped_mlp(
 
 
 def check_experts(name: str, experts: Experts) -> None:
+    for field, weight in experts._asdict().items():
+        if not isinstance(weight, Mxfp4):
+            continue
+        packed, scale = weight
+        wanted = (*packed.shape[:-1], 2 * packed.shape[-1] // GROUP)
+        if packed.dtype != jnp.uint8 or scale.dtype != jnp.uint8 or scale.shape != wanted:
+            raise ValueError(
+                f'{name}: {field} has packed {packed.dtype} {packed.shape} and scale '
+                f'{scale.dtype} {scale.shape}, wanted uint8 and a scale of {wanted}'
+            )
     num_experts, inner, width = shape_of(experts.w1)
     wanted = [(num_experts, inner, width)] * 2 + [(num_experts, width, inner)]
     got = [shape_of(w) for w in experts]

@@ -81,7 +81,12 @@ def token_mlp(
     x, quantise = round_rows(x, quantise)
     if quantise is not None:
         activation = RoundedActivation(activation, quantise.rule, x.dtype)
-    args = (x, experts, jnp.asarray(expert_ids, jnp.int32), jnp.asarray(expert_weights))
+    args = (
+        jnp.asarray(x),
+        experts,
+        jnp.asarray(expert_ids, jnp.int32),
+        jnp.asarray(expert_weights),
+    )
     if implementation == 'reference':
         return token_mlp_reference(*args, activation)
     forms = (functools.partial(form, activation=activation) for form in (_on_tpu, _xla))

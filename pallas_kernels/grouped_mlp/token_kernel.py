@@ -51,7 +51,9 @@ def _kernel(ids, count, x, chosen, *refs, activation: GatedActivation, interpret
             b = times_packed(rows, *weights[2:4], interpret)
             hidden = activation(a, b).astype(rows.dtype)
             y = times_packed(hidden, *weights[4:], interpret, first * (a.shape[1] // CHUNK))
-        out[...] += _column(chosen[...]) * y
+        weight = _column(chosen[...])
+        # One broken expert must not reach the tokens that did not choose it.
+        out[...] += jnp.where(weight != 0, weight * y, 0)
 
 
 def run(

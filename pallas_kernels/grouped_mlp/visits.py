@@ -23,9 +23,15 @@ class Visits(NamedTuple):
     high: jax.Array
 
 
+def ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """[E] int32: last + 1 row of each group; negative sizes are none, rows past the array cut."""
+    # Each is cut before they are added up, since sums of any sizes may pass an int32.
+    return jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, num_rows)), num_rows).astype(jnp.int32)
+
+
 def _bounds(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """First and last + 1 row of each group, inside the array whatever the sizes are."""
-    high = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), num_rows).astype(jnp.int32)
+    high = ends(group_sizes, num_rows)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), high[:-1]]), high
 
 

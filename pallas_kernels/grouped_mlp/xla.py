@@ -13,6 +13,7 @@ from pallas_kernels.grouped_mlp.activations import GatedActivation
 from pallas_kernels.grouped_mlp.experts import Experts, Kept, Weight, is_packed
 from pallas_kernels.grouped_mlp.mxfp4 import Mxfp4, decode_mxfp4
 from pallas_kernels.grouped_mlp.mxfp4_tiles import Mxfp4Tiles, untile_mxfp4
+from pallas_kernels.grouped_mlp.visits import ends
 
 MAX_TILE = 128  # rows of one expert that the CPU form multiplies at once
 
@@ -157,7 +158,7 @@ def _by_platform(cpu: Any, default: Any, *operands: Any) -> Any:
 
 def _inside(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Sizes that fit the rows, and [M, 1] bool: which rows have a group."""
-    last = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), num_rows)
+    last = ends(group_sizes, num_rows)
     return jnp.diff(last, prepend=0).astype(jnp.int32), jnp.arange(num_rows)[:, None] < last[-1]
 
 

@@ -179,6 +179,9 @@ def _run(
         return run
 
     implementation = form_for('kda_decode', implementation, _unsupported(tokens, pool))
+    # NumPy's arrays too, and slots of a type that cannot count the pool.
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    arrays = (*arrays[:-1], arrays[-1].astype(jnp.int32))
     return run_form('kda_decode', implementation, of(_on_tpu), of(_in_xla), *arrays)
 
 
@@ -314,6 +317,11 @@ def _check(name: str, tokens: Projected, pool: jax.Array, slots: jax.Array, wind
     rank = 4 if window else 3
     if q.ndim != rank:
         raise ValueError(f'{name}: q has shape {q.shape}, wanted {rank} axes')
+    if slots.ndim != 1 or pool.ndim != 4:
+        raise ValueError(
+            f'{name}: got slots {slots.shape} and pool {pool.shape}, wanted [B] and '
+            '[num_slots, H, K, V]'
+        )
     num_slots, heads, key_dim, value_dim = pool.shape
     lead = (slots.shape[0], *q.shape[1:-2], heads)
     wanted = dict.fromkeys(('q', 'k', 'f'), (*lead, key_dim)) | {'v': (*lead, value_dim)}

@@ -168,7 +168,7 @@ def _kernel(slots_ref, accepted_ref, *refs, plan: DecodePlan) -> None:
         rows, tokens: index the arguments, one of them a slice. taps: rows [n, H, K] of the
         convolutions of q, k and v. count: of tokens that count, where not all of them do.
         """
-        f = f_ref[rows, tokens].astype(F32)
+        f, beta = f_ref[rows, tokens].astype(F32), beta_ref[rows, tokens]
         if taps is None:
             q, k, v = (ref[rows, tokens].astype(F32) for ref in inputs)
         else:
@@ -179,8 +179,8 @@ def _kernel(slots_ref, accepted_ref, *refs, plan: DecodePlan) -> None:
         if count is not None:
             # Tokens that are not committed leave the state as it is.
             token = lax.broadcasted_iota(jnp.int32, f.shape, 0)
-            k, f = jnp.where(token < count, k, 0.0), jnp.where(token < count, f, 0.0)
-        for part, value in enumerate((q, k, v, f, beta_ref[rows, tokens])):
+            k, v, f, beta = (jnp.where(token < count, x, 0.0) for x in (k, v, f, beta))
+        for part, value in enumerate((q, k, v, f, beta)):
             ready_ref[part, pl.ds(place, value.shape[0])] = value
 
     def prepare_rows(row) -> None:

@@ -31,6 +31,17 @@ def kda_decode_step(
     Returns:
       o: [B, H, V] in v's dtype; state': [B, H, K, V] in state's dtype.
     """
+    if not jnp.issubdtype(state.dtype, jnp.floating):
+        raise ValueError(f'kda_decode_step: state is {state.dtype}, wanted float32')
+    lead = state.shape[:2]
+    wanted = {'v': (*lead, *state.shape[3:]), 'beta': lead}
+    for name, array in {'q': q, 'k': k, 'v': v, 'g': g, 'beta': beta}.items():
+        want = wanted.get(name, state.shape[:3])
+        if array.shape != want:
+            raise ValueError(
+                f'kda_decode_step: {name} has shape {array.shape}, wanted {want} for a state of '
+                f'{state.shape}'
+            )
     wide = state.dtype
     q, k, v32, g, beta = (x.astype(wide) for x in (q, k, v, g, beta))
     decayed = jnp.exp(g)[..., None] * state

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.checks import check_floating, check_integer, check_not_empty
 from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.common.segments import Runs, check_runs, runs_of
 from pallas_kernels.mla.blocks import ONE_ROW, How
@@ -37,7 +38,7 @@ def causal_attention(
 
     Args:
       q, k: [B, T, H, qk]. v: [B, T, H, V].
-      segment_ids: [B, T] int32, runs of equal ids, 0 = padding, which may hold anything finite.
+      segment_ids: [B, T] int32, runs of equal ids, 0 = padding, which may hold anything.
       implementation: 'reference' | 'xla' | 'pallas' | None (best for the platform lowered for).
       with_max_logit: also return the largest logit, which QK-Clip compares with its threshold.
 
@@ -175,14 +176,17 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
+    check_floating('causal_attention', q=q, k=k, v=v)
+    check_integer('causal_attention', segment_ids=segment_ids)
+    if k.dtype != q.dtype:
+        raise ValueError(f'causal_attention: k is {k.dtype}, wanted that of q, {q.dtype}')
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         batch, length, heads = q.shape[:3] if q.ndim == 4 else 'BTH'
         raise ValueError(
             f'causal_attention: got q {q.shape}, k {k.shape}, v {v.shape}, wanted q and k alike '
             f'and v [{batch}, {length}, {heads}, V]'
         )
-    if 0 in q.shape or 0 in v.shape:
-        raise ValueError(f'causal_attention: q {q.shape} and v {v.shape} must not be empty')
+    check_not_empty('causal_attention', q=q, v=v)
     if segment_ids is not None and segment_ids.shape != q.shape[:2]:
         raise ValueError(
             f'causal_attention: segment_ids has shape {segment_ids.shape}, wanted {q.shape[:2]}'

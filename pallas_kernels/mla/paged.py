@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.common.checks import check_floating, check_integer
 from pallas_kernels.common.platform import Implementation, check_implementation, form_for, run_form
 from pallas_kernels.common.tiles import tiles_for
 from pallas_kernels.mla.blocks import LANES, LOWEST, up_to
@@ -68,7 +69,7 @@ def paged_decode(
     page_table = jnp.clip(jnp.asarray(page_table, jnp.int32), 0, pages.shape[0] - 1)
     past = pages.shape[-1] - latent - q_rope.shape[-1]
     q = jnp.pad(jnp.concatenate([q_latent, q_rope], axis=-1), ((0, 0), (0, 0), (0, past)))
-    args = (q, pages, page_table, lengths)
+    args = (q, jnp.asarray(pages), page_table, lengths)
     if implementation == 'reference':
         return _reference(*args, latent=latent, scale=scale)
     implementation = form_for('paged_decode', implementation, _unsupported(q, pages, page_table))
@@ -179,6 +180,8 @@ def _known(x: jax.Array) -> np.ndarray | None:
 
 
 def _check(q_latent, q_rope, pages, page_table, lengths) -> None:
+    check_floating('paged_decode', q_latent=q_latent, q_rope=q_rope, pages=pages)
+    check_integer('paged_decode', page_table=page_table, lengths=lengths)
     if q_latent.ndim != 3 or q_rope.ndim != 3 or q_rope.shape[:2] != q_latent.shape[:2]:
         raise ValueError(
             f'paged_decode: got q_latent {q_latent.shape} and q_rope {q_rope.shape}, '

@@ -31,4 +31,6 @@ def attention_reference(
     weights = jnp.where(seen, weights, 0)
     o = jnp.einsum('bhts,bshv->bthv', weights, v.astype(wide), precision=lax.Precision.HIGHEST)
     top = jnp.max(jnp.where(seen, logits, -jnp.inf), axis=(0, 2, 3))
+    if runs is not None:
+        o = jnp.where(real, o, 0)  # and so no cotangent of padding counts
     return o.astype(v.dtype), lax.stop_gradient(top)

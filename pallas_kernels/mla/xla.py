@@ -69,6 +69,12 @@ def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, runs: tuple[Runs, Runs] | 
         run = jnp.pad(run, ((0, 0), (0, -length % block)), constant_values=NO_RUN)
         return jnp.moveaxis(run.reshape(batch, -1, block), 1, 0)
 
+    if runs is not None:
+        # What padding holds must not matter, and 0 * NaN would.
+        of_queries, of_keys = (one.real[:, :, None, None] for one in runs)
+        q, k, v = (
+            jnp.where(real, x, 0) for x, real in ((q, of_queries), (k, of_keys), (v, of_keys))
+        )
     split = (_split(x, block) for x in (q, k, v))
     return _Blocks(*split, *(numbers(one) for one in runs or (None, None)))
 

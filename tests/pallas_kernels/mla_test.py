@@ -365,7 +365,7 @@ class TestImplementations:
             causal_attention(q, k, v, implementation='cuda')
         with pytest.raises(ValueError, match=r'segment_ids has shape \(4,\), wanted \(1, 4\)'):
             causal_attention(q, k, v, np.ones(4, np.int32))
-        with pytest.raises(ValueError, match='must not be empty'):
+        with pytest.raises(ValueError, match='wanted no empty axis'):
             causal_attention(q[:, :0], k[:, :0], v[:, :0])
         half = (x.astype(np.float16) for x in (q, k, v))
         with pytest.raises(NotImplementedError, match='takes bfloat16 or float32 throughout'):
