@@ -21,6 +21,7 @@ from k3jax.data import loader
 from k3jax.flags import run_main
 from k3jax.overrides import apply_overrides
 from k3jax.post_train.draft import DraftConfig, DraftTrainer, Target, tokens_a_check
+from k3jax.serve.generate import cache_size
 from k3jax.serve.load import Loaded, open_model, use_dtype
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -32,8 +33,12 @@ _SOURCE = flags.DEFINE_string(
     'source', None, "Where texts begin: folder or file of .txt or .jsonl. By default a workdir's."
 )
 _DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Compute dtype.')
-_NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 8, 'Of the measurement at the end; 0: none.')
-_NUM_NEW = flags.DEFINE_integer('max_new_tokens', 128, 'Tokens after each of these prompts.')
+_NUM_PROMPTS = flags.DEFINE_integer(
+    'num_prompts', 8, 'Of the measurement at the end; 0: none.', lower_bound=0
+)
+_NUM_NEW = flags.DEFINE_integer(
+    'max_new_tokens', 128, 'Tokens after each of these prompts.', lower_bound=2
+)
 
 
 def _data(loaded: Loaded, length: int) -> DataConfig:
@@ -60,6 +65,7 @@ def main(argv: list[str]) -> None:
     use_dtype(_DTYPE.value)
     loaded = open_model(_CHECKPOINT.value, _DTYPE.value)
     target = Target(loaded.model, loaded.params, loaded.tokenizer)
+    cache_size(config.prompt_length, _NUM_NEW.value, loaded.model.config.max_position_embeddings)
     data = _data(loaded, config.prompt_length)
     trainer = DraftTrainer(target, config, _WORKDIR.value)
     draft = trainer.run(_rows(loader.train_iterator(data, loaded.tokenizer)))

@@ -24,7 +24,10 @@ from k3jax.train.scaling_law import Grid, Point, Result, markdown, plot, report,
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder for all runs and results.', required=True)
 _BUDGET = flags.DEFINE_float(
-    'budget_minutes', 120.0, 'No run is begun that would end later; 0: report what is there.'
+    'budget_minutes',
+    120.0,
+    'No run is begun that would end later; 0: report what is there.',
+    lower_bound=0.0,
 )
 GRID = Grid(WIDTHS, (RATE / 2, RATE, 2 * RATE), tuple(ABLATIONS))
 _RESULT = 'result.json'

@@ -210,4 +210,6 @@ def _describe(annotation: Any) -> str:
         str: 'text',
         type(None): "'None'",
     }
+    if dataclasses.is_dataclass(annotation):
+        return f'{annotation.__name__}s: to be given in the config file'
     return names.get(annotation, f'nothing: a field of type {annotation} cannot be set by a flag')

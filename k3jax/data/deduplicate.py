@@ -112,7 +112,7 @@ def deduplicate(
     folder = epath.Path(target)
     if folder.exists():
         raise OSError(f'--target: {target} is there already; name another folder')
-    if epath.Path(source) in folder.parents:
+    if epath.Path(source).resolve() in folder.resolve().parents:
         raise ValueError(f'--target: {target} is inside --source; name another folder')
     corpus = _Corpus(source, corrupt, progress)
     report: dict[str, Any] = {'source': source, 'threshold': threshold}

@@ -179,7 +179,7 @@ def global_leaves(config: ModelConfig) -> Tree:
 def mtp_block(config: ModelConfig) -> ModelConfig:
     """The decoder layer of multi-token prediction, as a model of that one layer.
 
-    It has experts as the model's own layers do, and plain residuals.
+    It has experts as the model's own layers do, but never packed, and plain residuals.
     """
     layers = {'kda_layers': (), 'full_attn_layers': ()}
     layers['kda_layers' if config.mtp_mixer == 'kda' else 'full_attn_layers'] = (1,)
@@ -189,6 +189,7 @@ def mtp_block(config: ModelConfig) -> ModelConfig:
         first_k_dense_replace=0,
         attn_res_block_size=None,
         num_nextn_predict_layers=0,
+        experts_format='bf16',
         linear_attn_config=dataclasses.replace(config.linear_attn_config, **layers),
     )
 

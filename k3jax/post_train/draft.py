@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from k3jax.model.draft import draft_leaves, init_draft, ready_for_head, unrolled
 from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
 from k3jax.post_train.rollout import rollout
-from k3jax.serve.draft_folder import DRAFT_FILE, check_draft, write_draft
+from k3jax.serve.draft_folder import DRAFT_FILE, check_draft, stored_training, write_draft
 from k3jax.serve.sampling import Choice
 from k3jax.serve.speculative import Counts, generate_speculatively
 from k3jax.train.checkpoint import Checkpoints
@@ -77,6 +78,10 @@ class DraftConfig:
         require(
             self.num_texts >= self.batch_size, 'num_texts', self.num_texts,
             f'at least batch_size ({self.batch_size})',
+        )  # fmt: skip
+        require(
+            self.optimizer.warmup_steps < self.num_steps, 'optimizer.warmup_steps',
+            self.optimizer.warmup_steps, f'fewer than num_steps ({self.num_steps})',
         )  # fmt: skip
         require(0 < self.temperature < float('inf'), 'temperature', self.temperature, 'above 0')
         require(0 <= self.seed < 2**32, 'seed', self.seed, '0..2**32 - 1')
@@ -186,6 +191,7 @@ class DraftTrainer:
         )  # fmt: skip
         if (self.workdir / DRAFT_FILE).exists():
             check_draft(self.workdir, self.model.config)
+            self._check_same(stored_training(self.workdir))
         leaves = draft_leaves(self.model.config, len(self.model.run.taps))
         rules = jax.tree_util.tree_map_with_path(
             lambda path, leaf: rule_of(path[-1].key, leaf, self.model.config, config.optimizer),
@@ -195,14 +201,39 @@ class DraftTrainer:
         schedule = learning_rate(config.optimizer, config.num_steps)
         self.optimizer = Optimizer(config.optimizer, schedule, rules)
 
+    def _check_same(self, stored: dict[str, Any]) -> None:
+        """Refuses what neither the texts nor the checkpoints of a workdir could follow."""
+        now = json.loads(json.dumps(self._training()))
+        differ = [
+            f'{name} is {stored.get(name)!r} there, {now[name]!r} here'
+            for name in now
+            if stored.get(name) != now[name]
+        ]
+        if differ:
+            raise ValueError(
+                f'{self.workdir} holds a draft trained in another way: {"; ".join(differ)}. Take '
+                'another --workdir, or the values it was made with'
+            )
+
+    def _training(self) -> dict[str, Any]:
+        """What must stay as it was when a workdir is gone on with."""
+        fields = dataclasses.asdict(self.config)
+        names = (
+            'quantisation', 'num_texts', 'text_length', 'prompt_length', 'temperature', 'seed',
+        )  # fmt: skip
+        kept = {name: fields[name] for name in names}
+        return kept | {'taps': self.model.run.taps, 'optimizer': fields['optimizer']['name']}
+
     def _texts(self, prompts: Iterator[np.ndarray]) -> np.ndarray:
         path = self.workdir / OWN_TEXT
-        wanted = self.config.num_texts, self.config.text_length
         if path.exists():
-            with path.open('rb') as f:
-                texts = np.load(f)
-            if texts.shape == wanted:
-                return texts
+            try:
+                with path.open('rb') as f:
+                    return np.load(f)
+            except (ValueError, EOFError, OSError) as error:
+                raise ValueError(
+                    f'{path}: cannot be read ({error}); delete it, and the model writes again'
+                ) from None
         texts = write_texts(self.target, prompts, self.config)
         temporary = path.parent / f'{OWN_TEXT}.tmp'
         with temporary.open('wb') as f:
@@ -216,7 +247,7 @@ class DraftTrainer:
         prompts: endless, each [prompt_length] int32; read where the model has not written yet.
         """
         config = self.config
-        write_draft(self.workdir, self.model.config, self.model.run.taps, config.quantisation)
+        write_draft(self.workdir, self.model, config.quantisation, self._training())
         texts = self._texts(prompts)
         fresh = init_draft(self.model, self.target.params, jax.random.key(config.seed))
         state = TrainState(jnp.int32(0), fresh, self.optimizer.init(fresh))
@@ -231,23 +262,25 @@ class DraftTrainer:
             logging.info('resumed from step %d', int(state.step))
         step = jax.jit(make_draft_step(self.model, self.optimizer, config), donate_argnums=0)
         first = int(state.step)
-        writer = MetricsWriter(self.workdir, config.num_steps, first)
+        writer = MetricsWriter(self.workdir, config.num_steps, first, 'stop')
         started = time.perf_counter()
         try:
             for number in range(first, config.num_steps):
                 rows = texts[texts_of_step(config, number)]
                 state, metrics = step(state, self.target.params, rows)
                 done = number + 1
-                if done % config.log_every == 0 or done in (first + 1, config.num_steps):
+                saves = done % config.checkpoint_every == 0 or done == config.num_steps
+                if saves or done % config.log_every == 0 or done == first + 1:
                     values = {name: np.asarray(x).tolist() for name, x in metrics.items()}
-                    require(
-                        bool(np.isfinite(values['loss'])), 'loss', values['loss'],
-                        f'a number at step {done}; lower optimizer.learning_rate',
-                    )  # fmt: skip
+                    for name in ('loss', 'grad_norm'):
+                        require(
+                            bool(np.isfinite(values[name])), name, values[name],
+                            f'a number at step {done}; lower optimizer.learning_rate',
+                        )  # fmt: skip
                     writer.write(done, values)
                     pace = (time.perf_counter() - started) / (done - first)
                     writer.step_line(done, values, pace * (config.num_steps - done))
-                if done % config.checkpoint_every == 0 or done == config.num_steps:
+                if saves:
                     checkpoints.save(state, {'step': done})
         finally:
             writer.close()
@@ -266,7 +299,10 @@ def tokens_a_check(
     num_new: int,
     temperature: float,
 ) -> float:
-    """Tokens that each check by the model gave, over all prompts, its own token counted."""
+    """Tokens that each check by the model gave, over all prompts, its own token counted.
+
+    0 without a check: the first token of a text needs none.
+    """
     counts = Counts()
     for seed, prompt in enumerate(prompts):
         tokens = generate_speculatively(
@@ -283,4 +319,4 @@ def tokens_a_check(
         )
         for _ in tokens:
             pass
-    return counts.tokens / counts.rounds
+    return counts.tokens / max(1, counts.rounds)

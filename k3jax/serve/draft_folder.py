@@ -19,13 +19,24 @@ from k3jax.train.quantise import quantised_leaves
 DRAFT_FILE = 'draft_config.json'
 
 
+SHOWN = 3  # fields in one message
+
+
 def write_draft(
-    folder: epath.Path, model: ModelConfig, taps: tuple[int, ...], how: QuantisationConfig
+    folder: epath.Path, model: Kimi, how: QuantisationConfig, training: dict[str, Any]
 ) -> None:
-    """Stores whose draft a folder holds, whole or not at all; the folder need not exist."""
+    """Stores whose draft a folder holds, whole or not at all; the folder need not exist.
+
+    model: with its taps. training: what `stored_training` gives back.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f'{DRAFT_FILE}.tmp'
-    fields = {'model': to_dict(model), 'taps': taps, 'quantisation': to_dict(how)}
+    fields = {
+        'model': to_dict(model.config),
+        'taps': model.run.taps,
+        'quantisation': to_dict(how),
+        'training': training,
+    }
     temporary.write_text(json.dumps(fields, indent=1))
     temporary.replace(folder / DRAFT_FILE)
 
@@ -45,6 +56,11 @@ def _read(folder: epath.Path) -> tuple[ModelConfig, tuple[int, ...], Quantisatio
         raise ValueError(f'{path}: not the config of a draft ({error}); was it edited?') from None
 
 
+def stored_training(folder: epath.PathLike) -> dict[str, Any]:
+    """How the draft of a folder is trained, as JSON has it."""
+    return json.loads((epath.Path(folder) / DRAFT_FILE).read_text()).get('training', {})
+
+
 def check_draft(folder: epath.PathLike, config: ModelConfig) -> None:
     """Raises ValueError, naming the fields, if a folder holds the draft of another model."""
     theirs, ours = to_dict(_read(epath.Path(folder))[0]), to_dict(config)
@@ -55,7 +71,10 @@ def check_draft(folder: epath.PathLike, config: ModelConfig) -> None:
         if theirs[name] != ours[name] and name not in ('experts_format', 'name')
     ]
     if differ:
-        raise ValueError(f'--draft: {folder} is the draft of another model: {"; ".join(differ)}')
+        more = f' and {len(differ) - SHOWN} more' if len(differ) > SHOWN else ''
+        raise ValueError(
+            f'--draft: {folder} is the draft of another model: {"; ".join(differ[:SHOWN])}{more}'
+        )
 
 
 def open_draft(folder: epath.PathLike, model: Kimi) -> tuple[Kimi, dict[str, Any]]:

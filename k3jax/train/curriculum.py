@@ -48,6 +48,8 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     """
     train = config.train
     given = train.stages or (StageConfig(first_step=0),)
+    # A run may be told to end before its last stages.
+    given = tuple(stage for stage in given if stage.first_step < train.num_steps)
     ends = [stage.first_step for stage in given[1:]] + [train.num_steps]
     stages = []
     for number, (stage, end) in enumerate(zip(given, ends, strict=True)):

@@ -18,7 +18,8 @@ SMALLEST = 1e-9  # of an acceptance: below it, the loss is that of this and has 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
     """sum_x min(p(x), q(x)) over the last axis, differentiable in q; where they are equal, 0."""
-    return jnp.sum(jnp.where(q < p, q, lax.stop_gradient(p)), axis=-1)
+    # So that a q that is no number gives none.
+    return jnp.sum(jnp.where(q >= p, lax.stop_gradient(p), q), axis=-1)
 
 
 def lk_loss(accepted: jax.Array) -> jax.Array:

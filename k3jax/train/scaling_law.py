@@ -59,6 +59,10 @@ class Grid(NamedTuple):
             for x in results
             if x.point[:2] == (tried, self.widths[0]) and x.loss is not None
         ]
+        if not any(x.point[:2] == (tried, self.widths[0]) for x in results):
+            raise ValueError(
+                f'scaling law: no run of {tried} at width {self.widths[0]} is there yet'
+            )
         if not found:
             raise ValueError(
                 f'scaling law: {tried} diverged at every learning rate of '

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 from etils import epath
 
-from k3jax.config import ConfigError, OptimizerConfig
+from k3jax.config import ConfigError, OptimizerConfig, QuantisationConfig
+from k3jax.model.draft import draft_leaves
 from k3jax.model.kimi import Kimi, forward
 from k3jax.model.plan import stack_params
 from k3jax.model.run import Run
-from k3jax.post_train.draft import DraftConfig, DraftTrainer, Target, texts_of_step, tokens_a_check
+from k3jax.post_train.draft import (
+    OWN_TEXT,
+    DraftConfig,
+    DraftTrainer,
+    Target,
+    texts_of_step,
+    tokens_a_check,
+)
 from k3jax.post_train.rollout import rollout
 from k3jax.serve.draft_folder import DRAFT_FILE, open_draft
 from k3jax.serve.sampling import Choice
@@ -83,6 +91,44 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(trained, target, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, again, trained[0])
 
 
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'prompt_length': 5}, 'prompt_length is 4 there, 5 here'),
+        ({'seed': 1}, 'seed is 0 there, 1 here'),
+        ({'taps': (2,)}, r'taps is \[1, 2\] there, \[2\] here'),
+        ({'quantisation': QuantisationConfig(weights='mxfp4')}, 'quantisation is'),
+    ],
+)
+def test_a_workdir_is_gone_on_with_as_it_was_begun(trained, target, fields, message):
+    before = (trained[1] / DRAFT_FILE).read_text()
+    with pytest.raises(ValueError, match=f'holds a draft trained in another way: {message}'):
+        DraftTrainer(target, dataclasses.replace(CONFIG, **fields), trained[1])
+    assert (trained[1] / DRAFT_FILE).read_text() == before
+
+
+def test_texts_that_cannot_be_read_are_named(trained, target, tmp_path):
+    shutil.copytree(trained[1], tmp_path, dirs_exist_ok=True)
+    whole = (tmp_path / OWN_TEXT).read_bytes()
+    (tmp_path / OWN_TEXT).write_bytes(whole[:90])
+    with pytest.raises(ValueError, match=f'{OWN_TEXT}: cannot be read .* delete it'):
+        DraftTrainer(target, CONFIG, tmp_path).run(iter(()))
+
+
+def test_numbers_that_are_none_end_the_training_before_they_are_saved(target, tmp_path):
+    wild = OptimizerConfig(learning_rate=1e20, warmup_steps=1)
+    config = dataclasses.replace(CONFIG, optimizer=wild, checkpoint_every=4, log_every=30)
+    with pytest.raises(ConfigError, match='got nan, wanted a number at step 4'):
+        DraftTrainer(target, config, tmp_path).run(prompts())
+    assert not list((tmp_path / 'checkpoints').glob('[0-9]*'))
+
+
+def test_a_draft_s_experts_are_never_packed():
+    config = tiny.k3(experts_format='mxfp4', moe_intermediate_size=32, routed_expert_hidden_size=32)
+    plain = dataclasses.replace(config, experts_format='bf16')
+    assert draft_leaves(config, 2) == draft_leaves(plain, 2)
+
+
 def test_the_draft_of_another_model_is_refused(trained):
     other = Kimi(dataclasses.replace(MODEL_CONFIG, routed_scaling_factor=2.0), MODEL.run)
     with pytest.raises(ValueError, match='draft of another model: routed_scaling_factor is 1.0'):
@@ -121,6 +167,7 @@ def test_a_rollout_at_temperature_0_says_the_likeliest(target):
         ({'text_length': 20, 'prompt_length': 16}, 'text_length: got 20, wanted at least 24'),
         ({'num_texts': 4}, r'num_texts: got 4, wanted at least batch_size \(8\)'),
         ({'temperature': 0.0}, 'temperature: got 0.0'),
+        ({'num_steps': 20}, r'optimizer.warmup_steps: got 20, wanted fewer than num_steps \(20\)'),
     ],
 )
 def test_settings_that_cannot_work_are_refused(fields, message):

@@ -38,6 +38,10 @@ def test_disjoint_distributions_are_clamped_without_gradient():
     assert not np.any(grad)
 
 
+def test_a_guess_that_is_no_number_has_no_acceptance():
+    assert np.isnan(acceptance(P, np.array([0.2, np.nan, 0.3])))
+
+
 def test_blocks_of_rows_equal_one(monkeypatch):
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((11, 5)).astype(np.float32)
