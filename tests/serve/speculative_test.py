@@ -123,6 +123,7 @@ def test_two_guesses_of_three_tokens_are_drawn_from_the_model_by_enumeration(see
     assert stats.chisquare(observed.ravel(), expected.ravel()).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_text_at_a_temperature_has_the_model_s_distribution():
     """Chi-square of the first two tokens over 600 requests of the whole loop."""
     prompt, count = [3, 1, 4], 600

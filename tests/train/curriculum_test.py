@@ -183,6 +183,7 @@ def test_a_stage_goes_on_with_the_state_on_its_own_mesh(straight, config):
     assert rates[1] == max(rates) and all(a > b for a, b in zip(rates[1:], rates[2:], strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('step', [3, 5])
 def test_a_run_resumed_in_a_stage_or_between_two_equals_one_that_was_not(
     straight, config, tmp_path, step
@@ -202,6 +203,7 @@ def test_a_run_resumed_in_a_stage_or_between_two_equals_one_that_was_not(
             assert row[name] == before[number][name]
 
 
+@pytest.mark.slow
 def test_steps_of_every_stage_are_made_again_bit_for_bit(straight):
     """Those before the first checkpoint, too."""
     workdir, _ = straight
