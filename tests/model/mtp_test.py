@@ -152,6 +152,7 @@ def test_without_weight_it_has_no_gradient():
     np.testing.assert_allclose(alone.sums, half.sums, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_it_is_as_on_one_chip():
     got, want = gradient(0.5, (('data', 2), ('expert', 2), ('sequence', 2))), gradient(0.5)
     np.testing.assert_allclose(got.sums, want.sums, rtol=1e-5)

@@ -175,9 +175,10 @@ def kill_after(step, times=1):
     return on_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('policy', 'kill'),
-    [pytest.param('skip', (15, 1), marks=pytest.mark.slow), ('roll_back', (13, 2))],
+    [('skip', (15, 1)), ('roll_back', (13, 2))],
 )
 def test_a_run_with_spikes_that_is_killed_and_resumed_equals_one_that_was_not(
     corpus, tmp_path, policy, kill
