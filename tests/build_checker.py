@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
 DIRECTIONS = {
     'pallas_kernels': ('pallas_kernels',),
     'k3jax': (),
-    'k3jax.config': (),
+    'k3jax.config': ('k3jax.config',),
     'k3jax.config_dict': ('k3jax.config',),
     'k3jax.overrides': ('k3jax.config',),
     'k3jax.flags': ('k3jax.config', 'k3jax.overrides'),
