@@ -16,6 +16,7 @@ from etils import epath
 
 from configs.scaling_law import ABLATIONS, RATE, WIDTHS, recipe_config, tokens_of
 from k3jax.config import Config
+from k3jax.files import write_json, write_whole
 from k3jax.flags import run_main
 from k3jax.model.flops import flops_per_token, total_parameters
 from k3jax.train.loop import NonFiniteLoss, Trainer
@@ -67,22 +68,14 @@ def _train(point: Point, folder: epath.Path) -> Result | None:
     # Of the whole run, also where only its end was here.
     seconds = here / max(1, len(steps) - 1) * config.train.num_steps
     result = Result(point, flops, tokens, total_parameters(config.model), loss, fixed, seconds)
-    _write(folder / _RESULT, json.dumps(result._asdict() | {'point': point._asdict()}, indent=1))
+    write_json(folder / _RESULT, result._asdict() | {'point': point._asdict()})
     return result
-
-
-def _write(path: epath.Path, data: str | bytes) -> None:
-    """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f'{path.name}.tmp'
-    temporary.write_bytes(data if isinstance(data, bytes) else data.encode())
-    temporary.replace(path)
 
 
 def _report(workdir: epath.Path, results: list[Result]) -> None:
     found: dict[str, Any] = report(GRID, results)
-    _write(workdir / 'scaling_law.json', json.dumps(found, indent=1) + '\n')
-    _write(workdir / 'scaling_law.png', plot(found))
+    write_json(workdir / 'scaling_law.json', found)
+    write_whole(workdir / 'scaling_law.png', plot(found))
     print(markdown(found))
 
 

@@ -1,56 +1,20 @@
-"""How a file appears under its final name only when it is whole; paths may be local or gs://."""
+"""What the small files of a checkpoint folder hold, and which they are."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 from etils import epath
-
-COPY_BLOCK_BYTES = 16 << 20
 
 
 class ConversionError(ValueError):
     """A checkpoint that cannot be converted as asked; the message names the file or tensor."""
 
 
-@contextlib.contextmanager
-def open_whole(path: epath.Path) -> Iterator[BinaryIO]:
-    """A file to write; it takes the name `path` when the block ends well and vanishes otherwise."""
-    partial = path.parent / f'.{path.name}.partial'
-    try:
-        with partial.open('wb') as file:
-            yield file
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def is_empty(folder: epath.Path) -> bool:
     """Whether the folder holds nothing, or nothing that ever became whole."""
     return not folder.exists() or all(p.name.endswith('.partial') for p in folder.iterdir())
-
-
-def write_whole(path: epath.Path, data: bytes) -> None:
-    """Writes `data` to `path`, making parent folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_whole(path) as file:
-        file.write(data)
-
-
-def write_json(path: epath.Path, value: Any) -> None:
-    write_whole(path, (json.dumps(value, indent=1) + '\n').encode())
-
-
-def copy_whole(source: epath.Path, target: epath.Path) -> None:
-    """Copies one file block by block."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open('rb') as reader, open_whole(target) as writer:
-        while block := reader.read(COPY_BLOCK_BYTES):
-            writer.write(block)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

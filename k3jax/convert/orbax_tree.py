@@ -22,7 +22,8 @@ import tensorstore as ts
 from etils import epath
 
 from k3jax.convert.binding import unflatten
-from k3jax.convert.files import ConversionError, copy_whole, read_json_object
+from k3jax.convert.files import ConversionError, read_json_object
+from k3jax.files import copy_whole
 
 CHUNK_BYTES = 16 << 20
 CACHE_BYTES = 128 << 20  # of decoded chunks, for readers that take less than a chunk at a time

@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from k3jax.convert.files import ConversionError, open_whole, parse_json_object
+from k3jax.convert.files import ConversionError, parse_json_object
+from k3jax.files import open_whole
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 METADATA_KEY = '__metadata__'

@@ -24,20 +24,13 @@ from k3jax.convert.converted import (
     Conversion,
     read_conversion,
 )
-from k3jax.convert.files import (
-    ConversionError,
-    copy_whole,
-    is_empty,
-    read_json_object,
-    small_files,
-    write_json,
-    write_whole,
-)
+from k3jax.convert.files import ConversionError, is_empty, read_json_object, small_files
 from k3jax.convert.progress import Progress
 from k3jax.convert.release import Release, open_release
 from k3jax.convert.release_config import model_config_from_release
 from k3jax.convert.safetensors_io import DTYPES, read_raw_header
 from k3jax.convert.transforms import IDENTITY, TRIM_ZERO_PADDING
+from k3jax.files import copy_whole, write_json, write_whole
 
 WORKERS = 4  # chunks in flight: one reads while another writes
 

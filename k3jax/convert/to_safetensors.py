@@ -17,15 +17,7 @@ from k3jax.config import ModelConfig
 from k3jax.convert import orbax_tree
 from k3jax.convert.binding import FAMILIES, PACKED, SCALE, Binding, bind
 from k3jax.convert.converted import Conversion, check_tree, read_conversion
-from k3jax.convert.files import (
-    ConversionError,
-    copy_whole,
-    is_empty,
-    read_json_object,
-    small_files,
-    write_json,
-    write_whole,
-)
+from k3jax.convert.files import ConversionError, is_empty, read_json_object, small_files
 from k3jax.convert.progress import Progress
 from k3jax.convert.release import CONFIG_FILE, INDEX_FILE
 from k3jax.convert.release_config import release_config_from_model, without_quantization
@@ -39,6 +31,7 @@ from k3jax.convert.safetensors_io import (
     write_shard,
 )
 from k3jax.convert.transforms import IDENTITY
+from k3jax.files import copy_whole, write_json, write_whole
 from k3jax.model.layout import Tree
 
 STATE_FILE = 'export.partial.json'  # there while an export is under way

@@ -21,6 +21,7 @@ from k3jax.model.layout import Leaf, Tree, mtp_block, mtp_leaves
 from k3jax.model.mtp import mtp_input
 from k3jax.model.norms import project, rms_norm
 from k3jax.model.param import init_leaf
+from k3jax.model.plan import block_ends
 
 Params = dict[str, Any]
 
@@ -30,9 +31,8 @@ def default_taps(config: ModelConfig) -> tuple[int, ...]:
 
     In K3, of eight blocks: 11, 47 and 92. A model without attention residuals has its last only.
     """
-    last, size = config.num_hidden_layers - 1, config.attn_res_block_size
-    ends = [last] if size is None else [*range(size - 1, last, size), last]
-    return tuple(dict.fromkeys((ends[0], ends[(len(ends) - 1) // 2], last)))
+    ends = block_ends(config)
+    return tuple(dict.fromkeys((ends[0], ends[(len(ends) - 1) // 2], ends[-1])))
 
 
 def draft_leaves(config: ModelConfig, num_taps: int) -> Tree:

@@ -16,7 +16,7 @@ from k3jax.model.layout import global_leaves
 from k3jax.model.mtp import MTP
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
-from k3jax.model.plan import Plan, depth_plan
+from k3jax.model.plan import Plan, block_ends, depth_plan
 from k3jax.model.run import Run
 from k3jax.parallel.sequence import row_of
 from k3jax.parallel.shard import Parallel
@@ -52,11 +52,9 @@ def tap_blocks(config: ModelConfig, layers: tuple[int, ...]) -> tuple[int, ...]:
     Raises:
       ConfigError: a layer that is neither a block's last nor the model's.
     """
-    last, size = config.num_hidden_layers - 1, config.attn_res_block_size
-    size = size or config.num_hidden_layers
-    ends = [*range(size - 1, last, size), last]
+    ends = block_ends(config)
     for layer in layers:
-        require(layer in ends, 'taps', layer, f'one of {ends}, where blocks of layers end')
+        require(layer in ends, 'taps', layer, f'one of {list(ends)}, where blocks of layers end')
     return tuple(ends.index(layer) + 1 for layer in layers)
 
 

@@ -33,6 +33,13 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     )
 
 
+def block_ends(config: ModelConfig) -> tuple[int, ...]:
+    """The 0-based layers that attention-residual blocks end with; the last alone without these."""
+    last = config.num_hidden_layers - 1
+    size = config.attn_res_block_size or config.num_hidden_layers
+    return (*range(size - 1, last, size), last)
+
+
 class LayerRun(NamedTuple):
     """`count` equal layers in a row, the first at `offset` in its segment."""
 

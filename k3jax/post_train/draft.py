@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from etils import epath
 
 from k3jax.config import OptimizerConfig, QuantisationConfig, require
 from k3jax.data.tokenizer import Tokenizer
+from k3jax.files import open_whole
 from k3jax.model.draft import draft_leaves, init_draft, ready_for_head, unrolled, with_taps
 from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
@@ -166,7 +168,7 @@ def make_draft_step(model: Kimi, optimizer: Optimizer, config: DraftConfig):
         working = quantised_leaves(leaves, state.params, experts)
         loss_of = functools.partial(draft_loss, model.clone(run=run), config, target)
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(working, tokens)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+        norm = optax.tree.norm(grads)
         params, opt_state = optimizer.update(
             grads, state.opt_state, state.params, state.step, norm=norm
         )
@@ -235,10 +237,8 @@ class DraftTrainer:
                     f'{path}: cannot be read ({error}); delete it, and the model writes again'
                 ) from None
         texts = write_texts(self.target, prompts, self.config)
-        temporary = path.parent / f'{OWN_TEXT}.tmp'
-        with temporary.open('wb') as f:
+        with open_whole(path) as f:
             np.save(f, texts)
-        temporary.replace(path)
         return texts
 
     def run(self, prompts: Iterator[np.ndarray]) -> Any:

@@ -11,6 +11,7 @@ from etils import epath
 
 from k3jax.config import ConfigError, ModelConfig, QuantisationConfig
 from k3jax.config_dict import model_config_from_dict, to_dict
+from k3jax.files import write_json
 from k3jax.model.draft import draft_leaves, init_draft, with_taps
 from k3jax.model.kimi import Kimi
 from k3jax.train.checkpoint import Checkpoints
@@ -29,16 +30,13 @@ def write_draft(
 
     model: with its taps. training: what `stored_training` gives back.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f'{DRAFT_FILE}.tmp'
     fields = {
         'model': to_dict(model.config),
         'taps': model.run.taps,
         'quantisation': to_dict(how),
         'training': training,
     }
-    temporary.write_text(json.dumps(fields, indent=1))
-    temporary.replace(folder / DRAFT_FILE)
+    write_json(folder / DRAFT_FILE, fields)
 
 
 def _read(folder: epath.Path) -> tuple[ModelConfig, tuple[int, ...], QuantisationConfig]:

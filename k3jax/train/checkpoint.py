@@ -22,6 +22,7 @@ from k3jax.config_dict import (
     model_config_from_dict,
     to_dict,
 )
+from k3jax.files import write_json
 from k3jax.model.plan import depth_plan
 from k3jax.train.state import TrainState
 
@@ -61,9 +62,7 @@ def check_config(workdir: epath.Path, config: Config) -> None:
 
 def write_config(workdir: epath.Path, config: Config) -> None:
     """Stores the config of a run in its workdir, whole or not at all."""
-    temporary = workdir / f'{CONFIG_FILE}.tmp'
-    temporary.write_text(json.dumps(_stored(config), indent=1))
-    temporary.replace(workdir / CONFIG_FILE)
+    write_json(workdir / CONFIG_FILE, _stored(config))
 
 
 _MUST_MATCH = (

@@ -124,7 +124,7 @@ class Course:
             self.stage.first_step,
             data.batch_size,
             data.sequence_length,
-            data.source,
+            ', '.join(data.shares),
             self.program.shape,
         )
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.model.kimi import head
-from k3jax.train.losses import LOGITS_AT_ONCE
+from k3jax.train.losses import by_rows
 
 SMALLEST = 1e-9  # of an acceptance: below it, the loss is that of this and has no gradient
 
@@ -37,14 +37,8 @@ def accepted_shares(lm_head: jax.Array, guess: jax.Array, said: jax.Array) -> ja
     shape = guess.shape[:-1]
     rows = tuple(x.reshape(-1, x.shape[-1]) for x in (guess, said))
 
-    def block(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q, p = (jax.nn.softmax(head(lm_head, x), axis=-1) for x in rows)
+    def block(guess: jax.Array, said: jax.Array) -> jax.Array:
+        q, p = (jax.nn.softmax(head(lm_head, x), axis=-1) for x in (guess, said))
         return acceptance(p, q)
 
-    count, size = len(rows[0]), max(1, LOGITS_AT_ONCE // lm_head.shape[0])
-    if count <= size:
-        return block(rows).reshape(shape)
-    rows = tuple(
-        jnp.pad(x, ((0, -count % size), (0, 0))).reshape(-1, size, x.shape[-1]) for x in rows
-    )
-    return lax.map(jax.checkpoint(block), rows).reshape(-1)[:count].reshape(shape)
+    return by_rows(block, lm_head.shape[0], *rows).reshape(shape)

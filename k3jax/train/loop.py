@@ -190,7 +190,7 @@ class Trainer:
                 stage.end_step - stage.first_step,
                 data.batch_size,
                 data.sequence_length,
-                data.source,
+                ', '.join(data.shares),
                 self.workdir,
             )
 

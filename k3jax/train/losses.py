@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,24 @@ class TokenLosses(NamedTuple):
     log_z: jax.Array
 
 
+def by_rows(function: Callable[..., Any], vocab_size: int, *arrays: jax.Array) -> Any:
+    """function(*arrays) of arrays [M, ...], a tree of [M]; many rows go by blocks.
+
+    A block has as many rows as LOGITS_AT_ONCE allows of a vocabulary; it is recomputed in the
+    backward pass. The last is filled up with zeros, of which nothing is kept.
+    """
+    count, size = len(arrays[0]), max(1, LOGITS_AT_ONCE // vocab_size)
+    if count <= size:
+        return function(*arrays)
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, -count % size), *[(0, 0)] * (x.ndim - 1)))
+        return padded.reshape(-1, size, *x.shape[1:])
+
+    found = lax.map(lambda x: jax.checkpoint(function)(*x), tuple(map(cut, arrays)))
+    return jax.tree.map(lambda x: x.reshape(-1)[:count], found)
+
+
 @jax.named_scope('loss')
 def token_losses(lm_head: jax.Array, hidden: jax.Array, targets: jax.Array) -> TokenLosses:
     """How wrong each prediction is; a target may be IGNORE.
@@ -42,11 +61,5 @@ def token_losses(lm_head: jax.Array, hidden: jax.Array, targets: jax.Array) -> T
         log_z = jax.nn.logsumexp(logits, axis=1)
         return TokenLosses(*(jnp.where(flat == IGNORE, 0.0, x) for x in (log_z - picked, log_z)))
 
-    size = max(1, LOGITS_AT_ONCE // lm_head.shape[0])
-    if rows.shape[0] <= size:
-        return jax.tree.map(lambda x: x.reshape(batch, length), block(rows, flat))
-    padding = -rows.shape[0] % size
-    rows = jnp.pad(rows, ((0, padding), (0, 0))).reshape(-1, size, width)
-    flat = jnp.pad(flat, (0, padding), constant_values=IGNORE).reshape(-1, size)
-    losses = lax.map(lambda x: jax.checkpoint(block)(*x), (rows, flat))
-    return jax.tree.map(lambda x: x.reshape(-1)[: batch * length].reshape(batch, length), losses)
+    losses = by_rows(block, lm_head.shape[0], rows, flat)
+    return jax.tree.map(lambda x: x.reshape(batch, length), losses)

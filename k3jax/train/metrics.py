@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from tensorboardX import SummaryWriter
 
 from k3jax.config import FailedSavePolicy
+from k3jax.files import write_whole
 
 # name -> how it reads in the step line
 STEP_LINE = {
@@ -109,9 +110,7 @@ def _drop_after(path: epath.Path, step: int, keep_decisions: bool = False) -> No
         for row in read_metrics(path)
         if row['step'] <= step or (keep_decisions and 'decision' in row)
     ]
-    temporary = path.parent / f'{path.name}.tmp'
-    temporary.write_text(''.join(json.dumps(row) + '\n' for row in kept))
-    temporary.replace(path)
+    write_whole(path, ''.join(json.dumps(row) + '\n' for row in kept).encode())
 
 
 def read_metrics(path: epath.Path) -> list[dict[str, Any]]:

@@ -45,12 +45,11 @@ def batch_losses(model: Kimi, params: Any, batch: Batch) -> BatchLosses:
     """What `model` makes of a batch; `mtp` if that has `next_targets`."""
     weight, after = lm_head(model, params), batch.get('next_targets')
     arguments = batch['tokens'], batch['segment_ids']
-    if after is None:
-        output = model.apply({'params': params}, *arguments)
-        return BatchLosses(token_losses(weight, output.hidden, batch['targets']), None, output.seen)
-    output = model.apply({'params': params}, *arguments, next_tokens=batch['targets'])
+    next_tokens = None if after is None else batch['targets']
+    output = model.apply({'params': params}, *arguments, next_tokens=next_tokens)
     main = token_losses(weight, output.hidden, batch['targets'])
-    return BatchLosses(main, token_losses(weight, output.next_hidden, after).nll, output.seen)
+    mtp = None if after is None else token_losses(weight, output.next_hidden, after).nll
+    return BatchLosses(main, mtp, output.seen)
 
 
 @functools.cache

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from k3jax.convert import files, orbax_tree, to_orbax, to_safetensors
+from k3jax import files
+from k3jax.convert import orbax_tree, to_orbax, to_safetensors
 from k3jax.convert.converted import read_conversion
 from k3jax.convert.files import ConversionError
 from k3jax.convert.to_orbax import convert

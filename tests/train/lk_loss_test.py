@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.train import lk_loss
+from k3jax.train import losses
 from k3jax.train.lk_loss import SMALLEST, acceptance, accepted_shares
 from k3jax.train.lk_loss import lk_loss as loss_of
 
@@ -51,7 +51,7 @@ def test_blocks_of_rows_equal_one(monkeypatch):
         return jnp.sum(loss_of(accepted_shares(weight, guess, said)))
 
     want = jax.value_and_grad(total)(guess)
-    monkeypatch.setattr(lk_loss, 'LOGITS_AT_ONCE', 4 * 11)  # of 21 rows, four at a time
+    monkeypatch.setattr(losses, 'LOGITS_AT_ONCE', 4 * 11)  # of 21 rows, four at a time
     got = jax.value_and_grad(total)(guess)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-7)
