@@ -1,7 +1,7 @@
 """What can be configured: frozen dataclasses; validation says got, wanted and where."""
 
 from k3jax.config.checks import ConfigError, require
-from k3jax.config.data import DataConfig, NeedlesConfig
+from k3jax.config.data import DataConfig, MediaDataConfig, NeedlesConfig
 from k3jax.config.mesh import ExpertParallel, MeshConfig
 from k3jax.config.model import (
     ExpertsFormat,
@@ -47,6 +47,7 @@ __all__ = [
     'Mixer',
     'ModelConfig',
     'MuonConfig',
+    'MediaDataConfig',
     'NeedlesConfig',
     'NonFinitePolicy',
     'OptimizerConfig',

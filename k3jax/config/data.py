@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from k3jax.config.checks import check_seed, not_negative, positive, require
 
@@ -32,6 +33,41 @@ class NeedlesConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaDataConfig:
+    """Records of text and images, and how many patches of them a row may hold."""
+
+    # Which of the data's sources hold records: .jsonl with image files, or WebDataset .tar.
+    sources: tuple[str, ...] = ()
+    patches_per_row: int = 4096
+    patch_size: int = 14  # pixels of a side; model.vision.patch_size
+    in_patch_limit: int = 65536  # of an image, which is scaled down to it
+    bad_records: Literal['skip', 'stop'] = 'skip'  # what becomes of a run that meets one
+    open_rows: int = 16  # that are filled at the same time; more waste less of them
+
+    def __post_init__(self) -> None:
+        where = 'data.media'
+        positive(
+            where,
+            patches_per_row=self.patches_per_row,
+            patch_size=self.patch_size,
+            in_patch_limit=self.in_patch_limit,
+            open_rows=self.open_rows,
+        )
+        require(
+            self.patches_per_row % 4 == 0,
+            f'{where}.patches_per_row',
+            self.patches_per_row,
+            'a multiple of 4, of which a token is made',
+        )
+        require(
+            self.bad_records in ('skip', 'stop'),
+            f'{where}.bad_records',
+            self.bad_records,
+            "'skip' or 'stop'",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes batches."""
 
@@ -40,6 +76,7 @@ class DataConfig:
     mixture: tuple[str, ...] = ()  # several such sources instead of `source`
     mixture_weights: tuple[float, ...] = ()  # shares of the tokens, one for each; need not sum to 1
     needles: NeedlesConfig = NeedlesConfig()
+    media: MediaDataConfig = MediaDataConfig()
     tokenizer: str = 'bytes'  # or a folder with tiktoken.model
     sequence_length: int = 512
     batch_size: int = 8  # sequences a step, over all processes and accumulation steps
@@ -82,6 +119,13 @@ class DataConfig:
             'data.mixture_weights',
             self.mixture_weights,
             'finite numbers above 0; leave a source out to give it no weight',
+        )
+        unknown = sorted(set(self.media.sources) - set(self.mixture or (self.source,)))
+        require(
+            not unknown,
+            'data.media.sources',
+            unknown,
+            f'some of {list(self.mixture or (self.source,))} (data.mixture or data.source)',
         )
         require(
             self.batch_size % self.num_streams == 0,

@@ -194,7 +194,7 @@ def _on_chessboard(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
 
 
 class Patches(NamedTuple):
-    """pixels: [t * h * w, 3, P, P] float32, by frames, rows, columns. grid: (t, h, w)."""
+    """pixels: [t * h * w, 3, P, P] uint8, by frames, rows, columns. grid: (t, h, w)."""
 
     pixels: np.ndarray
     grid: tuple[int, int, int]
@@ -214,17 +214,21 @@ def _scaled(image: Image.Image, plan: ImagePlan, config: ImageConfig) -> np.ndar
 
 
 def _cut(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
-    """[rows * columns, 3, P, P] float32, normalised."""
+    """[rows * columns, 3, P, P]."""
     size = config.patch_size
     rows, columns = (n // size for n in pixels.shape[:2])
-    mean, std = (np.asarray(x, np.float32) for x in (config.image_mean, config.image_std))
-    values = (pixels.astype(np.float32) / 255 - mean) / std
-    values = values.reshape(rows, size, columns, size, 3)
+    values = pixels.reshape(rows, size, columns, size, 3)
     return np.ascontiguousarray(values.transpose(0, 2, 4, 1, 3).reshape(-1, 3, size, size))
 
 
+def normalised(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
+    """What the vision tower is fed, float32, of pixels [..., 3, P, P] uint8."""
+    mean, std = (np.asarray(x, np.float32) for x in (config.image_mean, config.image_std))
+    return (pixels.astype(np.float32) / 255 - mean[:, None, None]) / std[:, None, None]
+
+
 def image_patches(image: Image.Image, config: ImageConfig) -> Patches:
-    """What the vision tower is fed of one image, as `read_image` gives it."""
+    """What becomes of one image, as `read_image` gives it."""
     plan = plan_image(*image.size, config)
     return Patches(_cut(_scaled(image, plan, config), config), (1, plan.rows, plan.columns))
 

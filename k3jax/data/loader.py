@@ -11,8 +11,10 @@ import grain
 import numpy as np
 
 from k3jax import config as config_lib
+from k3jax.data import media as media_lib
 from k3jax.data import needles as needles_lib
 from k3jax.data import pack, sources
+from k3jax.data import records as records_lib
 from k3jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]  # see pack.as_batch
@@ -22,7 +24,7 @@ _READ_OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 _HELD_OUT_SHUFFLE_SEED = 0
 _MADE_DOCUMENTS = 256  # of a source without end, where all documents are asked for
 
-_Documents = sources.Documents | needles_lib.Needles
+_Documents = sources.Documents | needles_lib.Needles | records_lib.Records
 
 
 class TrainIterator(Iterator[Batch]):
@@ -116,10 +118,9 @@ def train_iterator(
             )
 
     def rows(documents: _Documents, number: int) -> grain.IterDataset:
-        dataset = grain.MapDataset.source(documents)[number :: config.num_streams]
+        dataset = _source(documents)[number :: config.num_streams]
         dataset = dataset.shuffle(seed=config.shuffle_seed).repeat()
-        dataset = dataset.map(lambda document: _pairs(document, config, tokenizer))
-        return pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
+        return _rows(dataset, documents, config, tokenizer)
 
     def stream(number: int) -> grain.IterDataset:
         # Rows are mixed, not documents: their tokens are as many as the weights say, and no row of
@@ -161,9 +162,8 @@ def held_out_batches(
 
     def rows(source: str) -> Iterator[dict[str, np.ndarray]]:
         documents = _documents(source, config, tokenizer, 'held_out')
-        dataset = grain.MapDataset.source(documents).shuffle(seed=_HELD_OUT_SHUFFLE_SEED)
-        dataset = dataset.map(lambda document: _pairs(document, config, tokenizer))
-        return iter(pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length))
+        dataset = _source(documents).shuffle(seed=_HELD_OUT_SHUFFLE_SEED)
+        return iter(_rows(dataset, documents, config, tokenizer))
 
     mixed = _by_shares({source: rows(source) for source in config.shares}, config.shares)
     return itertools.islice(_batches(mixed, config.batch_size), max_batches)
@@ -195,10 +195,12 @@ def document_tokens(
 ) -> Iterator[np.ndarray]:
     """[T] int32 tokens of each document of a split, in the order of the sources.
 
-    Of those that are made, the first few hundred: they do not end.
+    Of those that are made, the first few hundred: they do not end. Records of media have none.
     """
     for source in config.shares:
         documents = _documents(source, config, tokenizer, split)
+        if isinstance(documents, records_lib.Records):
+            continue
         made = isinstance(documents, needles_lib.Needles)
         for index in range(_MADE_DOCUMENTS if made else len(documents)):
             document = documents[index]
@@ -213,7 +215,31 @@ def _documents(
 ) -> _Documents:
     if source == needles_lib.NEEDLES:
         return needles_lib.Needles.of(config, tokenizer, split)
+    if source in config.media.sources:
+        return records_lib.open_records(source, config, split)
     return sources.open_documents(source, config, split)
+
+
+def _source(documents: _Documents) -> grain.MapDataset:
+    safe = isinstance(documents, records_lib.Records)
+    return grain.MapDataset.source(media_lib.Safe(documents) if safe else documents)
+
+
+def _rows(
+    dataset: grain.MapDataset,
+    documents: _Documents,
+    config: config_lib.DataConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+) -> grain.IterDataset:
+    """Packed rows of `dataset`, some of `documents`; with media where any source has some."""
+    if isinstance(documents, records_lib.Records):
+        dataset = dataset.map(media_lib.RowMaker(config, tokenizer, len(documents)))
+        return media_lib.pack_media(dataset.to_iter_dataset(_READ_OPTIONS), config)
+    dataset = dataset.map(lambda document: _pairs(document, config, tokenizer))
+    rows = pack.pack(dataset.to_iter_dataset(_READ_OPTIONS), config.sequence_length)
+    if not config.media.sources:
+        return rows
+    return rows.map(lambda row: media_lib.without_media(row, config))
 
 
 def _pairs(
@@ -243,6 +269,10 @@ def _identity(
             identity |= {'needles': dataclasses.asdict(config.needles)}
             documents = documents.documents
         identity[f'num_bytes{of}'] = documents.num_bytes
+    if config.media.sources:
+        identity['media'] = dataclasses.asdict(config.media) | {
+            'sources': list(config.media.sources)
+        }
     return identity | {
         'vocab_size': tokenizer.vocab_size,
         'sequence_length': config.sequence_length,
@@ -263,8 +293,9 @@ def _encode(piece: sources.Piece, tokenizer: tokenizer_lib.Tokenizer) -> np.ndar
 def _fill_up(batch: Batch, rows: int) -> Batch:
     """`batch` with rows of padding below, `rows` in all."""
     missing = rows - len(batch['tokens'])
-    fill = {'tokens': 0, 'targets': pack.IGNORE, 'segment_ids': 0}
-    return {
-        name: np.pad(array, ((0, missing), (0, 0)), constant_values=fill[name])
-        for name, array in batch.items()
-    }
+
+    def padded(name: str, array: np.ndarray) -> np.ndarray:
+        below = (0, missing), *[(0, 0)] * (array.ndim - 1)
+        return np.pad(array, below, constant_values=pack.IGNORE if name == 'targets' else 0)
+
+    return {name: padded(name, array) for name, array in batch.items()}

@@ -39,8 +39,18 @@ def pack(documents: grain.IterDataset, sequence_length: int) -> grain.IterDatase
       sequence_length: T. Only the last row of a finite dataset is padded.
     """
     return grain.experimental.ConcatThenSplitIterDataset(
-        documents, length_struct={_PAIRS: sequence_length}
+        documents, length_struct=lengths(sequence_length)
     )
+
+
+def lengths(sequence_length: int) -> dict[str, int]:
+    """Of the features of a row that `with_targets` and `pairs` make."""
+    return {_PAIRS: sequence_length}
+
+
+def names() -> tuple[str, ...]:
+    """What `as_batch` reads of a row."""
+    return _PAIRS, f'{_PAIRS}_segment_ids'
 
 
 def as_batch(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -50,11 +60,13 @@ def as_batch(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
       tokens: [B, T] int32.
       targets: [B, T] int32, the next token of the same document; -1 where there is none.
       segment_ids: [B, T] int32, 1, 2, ... for the documents of a row; 0 = padding.
+      And what else rows hold, as it is, but for what packing made of it.
     """
     segment_ids = np.ascontiguousarray(rows[f'{_PAIRS}_segment_ids'], np.int32)
     tokens = np.ascontiguousarray(rows[_PAIRS][..., 0])
     targets = np.where(segment_ids == 0, np.int32(IGNORE), rows[_PAIRS][..., 1])
-    return {'tokens': tokens, 'targets': targets, 'segment_ids': segment_ids}
+    others = {name: x for name, x in rows.items() if not name.startswith(_PAIRS)}
+    return {'tokens': tokens, 'targets': targets, 'segment_ids': segment_ids} | others
 
 
 def state_from_json(state: Any) -> Any:
