@@ -43,8 +43,47 @@ class LinearAttnConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower and its projector. Source: K3's `vision_config`."""
+
+    hidden_size: int = 1024
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 12
+    qkv_hidden_size: int = 1536  # of all heads, unlike hidden_size
+    intermediate_size: int = 4096
+    patch_size: int = 14
+    pos_emb_height: int = 64
+    pos_emb_width: int = 64
+    pos_emb_interpolation_mode: Literal['bilinear', 'bicubic'] = 'bilinear'
+    norm: Literal['rms', 'layer'] = 'rms'  # 'layer': of K2.5, with a norm before the projector
+    # UNCONFIRMED: the reference leaves it to PyTorch, for which two values are told.
+    norm_eps: float = 1.1920929e-07
+    projector_eps: float = 1e-5
+    bias: bool = False  # of every linear map
+
+    def __post_init__(self) -> None:
+        where = 'model.vision'
+        values = dataclasses.asdict(self)
+        positive(where, **{k: v for k, v in values.items() if type(v) in (int, float)})
+        require(self.norm in ('rms', 'layer'), f'{where}.norm', self.norm, "'rms' or 'layer'")
+        require(
+            self.pos_emb_interpolation_mode in ('bilinear', 'bicubic'),
+            f'{where}.pos_emb_interpolation_mode',
+            self.pos_emb_interpolation_mode,
+            "'bilinear' or 'bicubic'",
+        )
+        require(
+            self.qkv_hidden_size % (4 * self.num_attention_heads) == 0,
+            f'{where}.qkv_hidden_size',
+            self.qkv_hidden_size,
+            f'a multiple of 4 x {self.num_attention_heads} heads, whose channels turn in two '
+            'directions',
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The text model. Field names are the release's own (`config.json: text_config`)."""
+    """The text model, and what sees for it. Field names are the release's own (`text_config`)."""
 
     name: str
     family: Family  # whose release layout: tensor names, prefixes and stored dtypes
@@ -92,9 +131,12 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     mtp_mixer: Mixer = 'mla'
 
+    vision: VisionConfig | None = None  # None: a model of text alone
+
     bos_token_id: int = 163584
     eos_token_id: int = 163586
     pad_token_id: int = 163839
+    media_placeholder_token_id: int = 163605  # where rows of the vision tower take their place
 
     def __post_init__(self) -> None:
         positive(
@@ -172,6 +214,12 @@ class ModelConfig:
             self.latent_moe_use_norm,
             'False when routed_expert_hidden_size is None',
         )
+        require(
+            self.vision is None or 0 <= self.media_placeholder_token_id < self.vocab_size,
+            'model.media_placeholder_token_id',
+            self.media_placeholder_token_id,
+            f'an id of the vocabulary, 0..{self.vocab_size - 1}',
+        )
         if self.experts_format == 'mxfp4':
             check_whole_groups(self, 'the MXFP4 group size')
 
@@ -205,42 +253,3 @@ def check_whole_groups(model: ModelConfig, why: str) -> None:
         ('moe_intermediate_size', model.moe_intermediate_size),
     ):
         require(width % 32 == 0, f'model.{field}', width, f'a multiple of 32, {why}')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """The vision tower and its projector. Source: K3's `vision_config`."""
-
-    hidden_size: int = 1024
-    num_hidden_layers: int = 27
-    num_attention_heads: int = 12
-    qkv_hidden_size: int = 1536  # of all heads, unlike hidden_size
-    intermediate_size: int = 4096
-    patch_size: int = 14
-    pos_emb_height: int = 64
-    pos_emb_width: int = 64
-    pos_emb_interpolation_mode: Literal['bilinear', 'bicubic'] = 'bilinear'
-    norm: Literal['rms', 'layer'] = 'rms'  # 'layer': of K2.5, with a norm before the projector
-    # UNCONFIRMED: the reference leaves it to PyTorch, for which two values are told.
-    norm_eps: float = 1.1920929e-07
-    projector_eps: float = 1e-5
-    bias: bool = False  # of every linear map
-
-    def __post_init__(self) -> None:
-        where = 'model.vision'
-        values = dataclasses.asdict(self)
-        positive(where, **{k: v for k, v in values.items() if type(v) in (int, float)})
-        require(self.norm in ('rms', 'layer'), f'{where}.norm', self.norm, "'rms' or 'layer'")
-        require(
-            self.pos_emb_interpolation_mode in ('bilinear', 'bicubic'),
-            f'{where}.pos_emb_interpolation_mode',
-            self.pos_emb_interpolation_mode,
-            "'bilinear' or 'bicubic'",
-        )
-        require(
-            self.qkv_hidden_size % (4 * self.num_attention_heads) == 0,
-            f'{where}.qkv_hidden_size',
-            self.qkv_hidden_size,
-            f'a multiple of 4 x {self.num_attention_heads} heads, whose channels turn in two '
-            'directions',
-        )

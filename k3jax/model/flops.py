@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from k3jax.config import ModelConfig
-from k3jax.model.layout import Leaf, Tree, global_leaves, layer_leaves, mtp_block, mtp_input_leaves
+from k3jax.model.layout import (
+    Leaf,
+    Tree,
+    global_leaves,
+    layer_leaves,
+    mtp_block,
+    mtp_input_leaves,
+    vision_leaves,
+)
 from pallas_kernels.kda.chunked import CHUNK
 
 COMPONENTS = (
@@ -91,7 +99,8 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
     MXFP4 experts count as the weights that they stand for. `final` is the last norm and the output
     attention residual; `router` includes the correction bias, `latent` its norm. A model with
-    multi-token prediction has `mtp` too, all of it.
+    multi-token prediction has `mtp` too, all of it; one that sees, `vision_tower` and
+    `mm_projector`.
     """
     counts = dict.fromkeys(COMPONENTS, 0)
     for component, name, leaf in _leaves(config):
@@ -100,6 +109,9 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
         counts['mtp'] = _of_mtp(config, count_parameters(mtp_block(config))) + sum(
             leaf.size for _, leaf in _walk(mtp_input_leaves(config))
         )
+    if config.vision is not None:
+        for name, tree in vision_leaves(config.vision, config.hidden_size).items():
+            counts[name] = sum(leaf.size for _, leaf in _walk(tree))
     return counts
 
 
@@ -109,17 +121,19 @@ def _of_mtp(config: ModelConfig, block: dict[str, int]) -> int:
 
 
 def total_parameters(config: ModelConfig) -> int:
-    """All text parameters."""
+    """All parameters."""
     return sum(count_parameters(config).values())
 
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that one token meets: no unrouted experts, and no embedding table (a lookup).
 
-    Those of multi-token prediction, which serves training alone, are not among them.
+    Those of multi-token prediction, which serves training alone, are not among them, nor those
+    that only patches of images meet.
     """
     counts = count_parameters(config)
-    counts.pop('mtp', None)
+    for name in ('mtp', 'vision_tower', 'mm_projector'):
+        counts.pop(name, None)
     routed = counts['routed_experts']
     unrouted = routed - routed * config.num_experts_per_token // config.num_experts
     return sum(counts.values()) - unrouted - counts['embedding']

@@ -1,4 +1,4 @@
-"""The text model: embedding, layers, readout, head; forward, prefill and decode."""
+"""The model: embedding, layers, readout, head; forward, prefill and decode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 from k3jax.config import ModelConfig, require
 from k3jax.model.cache import Cache
 from k3jax.model.layer import Sequence, joined, run_block
-from k3jax.model.layout import global_leaves
+from k3jax.model.layout import global_leaves, vision_leaves
 from k3jax.model.mtp import MTP
 from k3jax.model.norms import rms_norm
 from k3jax.model.param import declare
@@ -76,6 +76,7 @@ class Kimi(nn.Module):
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
         next_tokens: jax.Array | None = None,
+        media_rows: jax.Array | None = None,
     ) -> Output:
         """Embedding, layers, readout; multi-token prediction.
 
@@ -86,11 +87,22 @@ class Kimi(nn.Module):
           cache: what came before, or None for whole documents from their start.
           next_tokens: [B, T], of the same document, negative where there is none; then the tokens
             after those are predicted too. In models with `num_nextn_predict_layers`.
+          media_rows: [B, N, D] of `vision.media_rows`: the j-th media token of a row has the j-th
+            of these in place of its embedding. Where chips share a row's tokens, whole.
         """
         config = self.config
         params = declare(self, global_leaves(config), config.initializer_range, self.run)
         parallel = self.run.parallel
+        if config.vision is not None and self.is_initializing():
+            leaves = vision_leaves(
+                config.vision, config.hidden_size
+            )  # `vision.media_rows` reads them
+            declare(self, leaves, config.initializer_range, self.run)
         prefix = embed(params, tokens, parallel).astype(self.run.dtype)
+        places = None
+        if media_rows is not None:
+            places = media_places(tokens, config.media_placeholder_token_id, parallel)
+            prefix = with_media(prefix, tokens, config, media_rows, places)
         bank = None
         if config.attn_res_block_size is not None:
             bank = jnp.zeros((0, *prefix.shape), prefix.dtype)
@@ -123,6 +135,8 @@ class Kimi(nn.Module):
         if next_tokens is not None:
             embedded = embed(params, jnp.maximum(next_tokens, 0), parallel)
             embedded = jnp.where(next_tokens[..., None] < 0, 0, embedded).astype(self.run.dtype)
+            if media_rows is not None:
+                embedded = with_media(embedded, next_tokens, config, media_rows, places + 1)
             next_hidden, of_mtp = MTP(config, self.run, name='mtp')(last, embedded, sequence)
             if left.seen is not None:
                 left = left._replace(seen=left.seen | {'mtp': {'layer': of_mtp.seen}})
@@ -145,6 +159,32 @@ def embed(params: Params, tokens: jax.Array, parallel: Parallel | None) -> jax.A
     here = (own >= 0) & (own < table.shape[0])
     rows = jnp.take(table, jnp.where(here, own, 0), axis=0)
     return parallel.total(jnp.where(here[..., None], rows, 0), 'vocab')
+
+
+def media_places(tokens: jax.Array, media_id: int, parallel: Parallel | None) -> jax.Array:
+    """[B, T]: how many media tokens there are in a row through each token, but for one."""
+    is_media = (tokens == media_id).astype(jnp.int32)
+    places = jnp.cumsum(is_media, axis=1) - 1
+    if parallel is not None and parallel.num_shards > 1:
+        axes = parallel.rules.tokens
+        counts = lax.all_gather(places[:, -1] + 1, axes)
+        before = jnp.arange(len(counts))[:, None] < lax.axis_index(axes)
+        places += jnp.sum(jnp.where(before, counts, 0), axis=0)[:, None]
+    return places
+
+
+@jax.named_scope('embed')
+def with_media(
+    embedded: jax.Array,
+    tokens: jax.Array,
+    config: ModelConfig,
+    media_rows: jax.Array,
+    places: jax.Array,
+) -> jax.Array:
+    """`embedded` [B, T, D] of tokens [B, T], with media_rows[b, places[b, t]] at media tokens."""
+    places = jnp.clip(places, 0, media_rows.shape[1] - 1)
+    rows = jnp.take_along_axis(media_rows, places[..., None], axis=1).astype(embedded.dtype)
+    return jnp.where((tokens == config.media_placeholder_token_id)[..., None], rows, embedded)
 
 
 def lm_head(model: Kimi, params: Params) -> jax.Array:
@@ -171,10 +211,17 @@ def _logits(model: Kimi, params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def forward(
-    model: Kimi, params: Params, tokens: jax.Array, segment_ids: jax.Array | None = None
+    model: Kimi,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None = None,
+    media_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits [B, T, Z] of whole documents, packed ones by `segment_ids` [B, T]."""
-    hidden = model.apply({'params': params}, tokens, segment_ids).hidden
+    """Logits [B, T, Z] of whole documents, packed ones by `segment_ids` [B, T].
+
+    media_rows: see `Kimi`.
+    """
+    hidden = model.apply({'params': params}, tokens, segment_ids, media_rows=media_rows).hidden
     return _logits(model, params, hidden)
 
 
@@ -198,7 +245,12 @@ def _last_real(model: Kimi, hidden: jax.Array, num_real: jax.Array) -> jax.Array
 
 
 def prefill(
-    model: Kimi, params: Params, tokens: jax.Array, num_real: jax.Array, cache: Cache
+    model: Kimi,
+    params: Params,
+    tokens: jax.Array,
+    num_real: jax.Array,
+    cache: Cache,
+    media_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Reads a piece of each prompt; pieces of any size give what one prefill gives.
 
@@ -206,6 +258,7 @@ def prefill(
       tokens: [B, T], padded at the end. num_real: [B], real tokens of each row (at least 1).
         Where chips share the tokens of a row, tokens is this chip's part, num_real counts the
         whole row, and the cache is empty and as long as the row.
+      media_rows: [B, N, D], of the media tokens of this piece; see `Kimi`.
 
     Returns:
       Logits [B, Z] after each row's last real token, and the cache.
@@ -213,7 +266,7 @@ def prefill(
     length = tokens.shape[1]
     valid = _first_token(model, length) + jnp.arange(length) < num_real[:, None]
     valid = valid.astype(jnp.int32)
-    output = model.apply({'params': params}, tokens, valid, cache)
+    output = model.apply({'params': params}, tokens, valid, cache, media_rows=media_rows)
     last = _last_real(model, output.hidden, num_real)
     return _logits(model, params, last), output.cache
 

@@ -11,7 +11,7 @@ import functools
 import math
 from typing import Any
 
-from k3jax.config import ModelConfig
+from k3jax.config import ModelConfig, VisionConfig
 from pallas_kernels.grouped_mlp.mxfp4 import GROUP
 
 
@@ -35,6 +35,8 @@ class Leaf:
 
 
 Tree = dict[str, Any]
+
+CORNERS = 4  # patches that become one row for the text
 
 
 def _norm(size: int, axis: str | None = None, dtype: str = 'bfloat16') -> Leaf:
@@ -189,6 +191,7 @@ def mtp_block(config: ModelConfig) -> ModelConfig:
         first_k_dense_replace=0,
         attn_res_block_size=None,
         num_nextn_predict_layers=0,
+        vision=None,
         experts_format='bf16',
         linear_attn_config=dataclasses.replace(config.linear_attn_config, **layers),
     )
@@ -210,9 +213,70 @@ def mtp_leaves(config: ModelConfig) -> Tree:
     return leaves | {'layer': layer_leaves(mtp_block(config), 0)}
 
 
+def _vision_norm(config: VisionConfig, size: int) -> Tree:
+    leaves: Tree = {'weight': Leaf((size,), (None,), init='ones')}
+    if config.norm == 'layer':
+        leaves['bias'] = Leaf((size,), (None,), init='zeros')
+    return leaves
+
+
+def _vision_linear(config: VisionConfig, outputs: int, inputs: int, axes: tuple[str, str]) -> Tree:
+    leaves: Tree = {'weight': Leaf((outputs, inputs), axes)}
+    if config.bias:
+        leaves['bias'] = Leaf((outputs,), (None,), init='zeros')
+    return leaves
+
+
+def vision_leaves(config: VisionConfig, text_width: int) -> Tree:
+    """The `vision_tower` and `mm_projector` leaves; blocks are stacked on a leading axis.
+
+    text_width: D of the text model.
+    """
+    d, wide, inner = config.hidden_size, config.qkv_hidden_size, config.intermediate_size
+    joined = CORNERS * d
+    block: Tree = {
+        'norm0': _vision_norm(config, d),
+        'norm1': _vision_norm(config, d),
+        'wqkv': _vision_linear(config, 3 * wide, d, ('features', 'embed')),
+        'wo': _vision_linear(config, d, wide, ('embed', 'features')),
+        'mlp': {
+            'fc0': _vision_linear(config, inner, d, ('features', 'embed')),
+            'fc1': _vision_linear(config, d, inner, ('embed', 'features')),
+        },
+    }
+
+    def stacked(entry: Leaf | Tree) -> Any:
+        if isinstance(entry, Leaf):
+            shape = (config.num_hidden_layers, *entry.shape)
+            return dataclasses.replace(entry, shape=shape, axes=(None, *entry.axes))
+        return {name: stacked(child) for name, child in entry.items()}
+
+    size, table = config.patch_size, (config.pos_emb_height, config.pos_emb_width, d)
+    pos_emb = Leaf(table, (None, None, 'embed'), exact=True)
+    projector: Tree = {
+        'proj_0': _vision_linear(config, joined, joined, ('features', 'embed')),
+        'proj_2': _vision_linear(config, text_width, joined, ('embed', 'features')),
+    }
+    if config.norm == 'layer':
+        projector['pre_norm'] = _vision_norm(config, d)
+    else:
+        projector['post_norm'] = _vision_norm(config, text_width)
+    patch = _vision_linear(config, d, 3 * size * size, ('embed', None))
+    return {
+        'vision_tower': {
+            'patch_embed': {'proj': patch, 'pos_emb': pos_emb},
+            'blocks': stacked(block),
+            'final_layernorm': _vision_norm(config, d),
+        },
+        'mm_projector': projector,
+    }
+
+
 def model_leaves(config: ModelConfig) -> Tree:
-    """The whole on-disk tree: global leaves, `layers_0` .. `layers_{N-1}`, and `mtp`, if any."""
+    """The whole on-disk tree: global leaves, `layers_0` ..; `mtp` and those of vision, if any."""
     leaves = global_leaves(config)
+    if config.vision is not None:
+        leaves |= vision_leaves(config.vision, config.hidden_size)
     if config.num_nextn_predict_layers:
         leaves['mtp'] = mtp_leaves(config)
     for layer in range(config.num_hidden_layers):

@@ -69,30 +69,44 @@ def declare(module: nn.Module, leaves: Tree, stddev: float, run: Run) -> dict[st
         keys = jax.random.split(key, len(entry))
         return {name: init(k, child) for k, (name, child) in zip(keys, entry.items(), strict=True)}
 
+    held = {name: module.param(name, init, entry) for name, entry in leaves.items()}
+    return gathered(held, leaves, run)
+
+
+@jax.named_scope('gather_parameters')
+def gathered(held: dict[str, Any], leaves: Tree, run: Run) -> dict[str, Any]:
+    """What one chip holds of the table's parameters, whole but for the axes that stay cut."""
+    parallel = run.parallel
+    if parallel is None:
+        return held
+
     def gather(held: Any, entry: Leaf | Tree) -> Any:
         if isinstance(entry, Leaf):
             return parallel.gather(held.astype(run.dtype) if _rounded(entry) else held, entry)
         return {name: gather(held[name], child) for name, child in entry.items()}
 
-    held = {name: module.param(name, init, entry) for name, entry in leaves.items()}
-    if parallel is None:
-        return held
-    with jax.named_scope('gather_parameters'):
-        return gather(held, leaves)
+    return gather(held, leaves)
 
 
 def map_leaves(
     function: Callable[[str, Leaf, tuple[int, ...]], Any], config: ModelConfig, plan: Plan
 ) -> dict[str, Any]:
-    """function(name, leaf, leading axes) of each parameter, as a tree like the model's own."""
+    """function(name, leaf, leading axes) of each parameter, as a tree like the model's own.
+
+    The name of a `weight` or a `bias` has that of its parent before it: `wqkv.weight`.
+    """
     tree = gather_layers(model_leaves(config), plan, lambda leaves, lead: (leaves[0], lead))
 
     def walk(name: str, entry: Any) -> Any:
         if isinstance(entry, dict):
-            return {child: walk(child, entry[child]) for child in entry}
+            return {child: walk(_called(name, child), entry[child]) for child in entry}
         return function(name, *((entry, ()) if isinstance(entry, Leaf) else entry))
 
     return walk('', tree)
+
+
+def _called(parent: str, name: str) -> str:
+    return f'{parent}.{name}' if name in ('weight', 'bias') else name
 
 
 def param_specs(config: ModelConfig, plan: Plan, parallel: Parallel) -> dict[str, Any]:

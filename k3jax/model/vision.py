@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from k3jax.config import VisionConfig
-from k3jax.model.layout import Leaf, Tree
+from k3jax.config import ModelConfig, VisionConfig
+from k3jax.model.layout import CORNERS, vision_leaves
 from k3jax.model.norms import project, rms_norm
+from k3jax.model.param import gathered
+from k3jax.model.run import Run
 
 Params = dict[str, Any]
 
 FRAMES = 4  # of a chunk of video, at most
-CORNERS = 4  # patches that become one row
 BLOCK = 1024  # of queries and of keys, where there are more patches
+PADDING = 2**30  # after all media
 
 
 class Media(NamedTuple):
@@ -45,6 +47,16 @@ class Media(NamedTuple):
     width: np.ndarray | jax.Array
     moves: np.ndarray | jax.Array
     merged: np.ndarray | jax.Array
+
+
+class MediaInputs(NamedTuple):
+    """Media of a batch; each of its rows has patches and rows for the text of its own.
+
+    pixels: [B, P, 3, size, size] float32, normalised. media: its leaves with a leading axis B.
+    """
+
+    pixels: np.ndarray | jax.Array
+    media: Media
 
 
 def media_of(
@@ -81,64 +93,6 @@ def media_of(
     missing = (num_rows or len(index)) - len(index)
     index = np.pad(index, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
     return Media(*fields.astype(np.int32), index.astype(np.int32))
-
-
-def _norm_leaves(config: VisionConfig, size: int) -> Tree:
-    leaves: Tree = {'weight': Leaf((size,), (None,), init='ones')}
-    if config.norm == 'layer':
-        leaves['bias'] = Leaf((size,), (None,), init='zeros')
-    return leaves
-
-
-def _linear_leaves(config: VisionConfig, outputs: int, inputs: int, axes: tuple[str, str]) -> Tree:
-    leaves: Tree = {'weight': Leaf((outputs, inputs), axes)}
-    if config.bias:
-        leaves['bias'] = Leaf((outputs,), (None,), init='zeros')
-    return leaves
-
-
-def vision_leaves(config: VisionConfig, text_width: int) -> Tree:
-    """The `vision_tower` and `mm_projector` leaves; blocks are stacked on a leading axis.
-
-    text_width: D of the text model.
-    """
-    d, wide, inner = config.hidden_size, config.qkv_hidden_size, config.intermediate_size
-    joined = CORNERS * d
-    block: Tree = {
-        'norm0': _norm_leaves(config, d),
-        'norm1': _norm_leaves(config, d),
-        'wqkv': _linear_leaves(config, 3 * wide, d, ('heads', 'embed')),
-        'wo': _linear_leaves(config, d, wide, ('embed', 'heads')),
-        'mlp': {
-            'fc0': _linear_leaves(config, inner, d, ('mlp', 'embed')),
-            'fc1': _linear_leaves(config, d, inner, ('embed', 'mlp')),
-        },
-    }
-
-    def stacked(entry: Leaf | Tree) -> Any:
-        if isinstance(entry, Leaf):
-            shape = (config.num_hidden_layers, *entry.shape)
-            return Leaf(shape, (None, *entry.axes), entry.dtype, entry.init)
-        return {name: stacked(child) for name, child in entry.items()}
-
-    size, table = config.patch_size, (config.pos_emb_height, config.pos_emb_width, d)
-    projector: Tree = {
-        'proj_0': _linear_leaves(config, joined, joined, ('mlp', 'embed')),
-        'proj_2': _linear_leaves(config, text_width, joined, ('embed', 'mlp')),
-    }
-    if config.norm == 'layer':
-        projector['pre_norm'] = _norm_leaves(config, d)
-    else:
-        projector['post_norm'] = _norm_leaves(config, text_width)
-    patch = _linear_leaves(config, d, 3 * size * size, ('embed', None))
-    return {
-        'vision_tower': {
-            'patch_embed': {'proj': patch, 'pos_emb': Leaf(table, (None, None, 'embed'))},
-            'blocks': stacked(block),
-            'final_layernorm': _norm_leaves(config, d),
-        },
-        'mm_projector': projector,
-    }
 
 
 def _norm(x: jax.Array, params: Params, eps: float) -> jax.Array:
@@ -213,26 +167,44 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return turned.reshape(x.shape).astype(x.dtype)
 
 
-def media_attention(q: jax.Array, k: jax.Array, v: jax.Array, medium: jax.Array) -> jax.Array:
-    """Attention of patches [P, H, K] within their media, blocks of scores at a time: [P, H, K]."""
+def _blocks(x: jax.Array, fill: int = 0) -> jax.Array:
+    """[P, ...] -> [blocks, BLOCK or P, ...], padded at the end."""
+    size = min(BLOCK, len(x))
+    padding = ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1))
+    return jnp.pad(x, padding, constant_values=fill).reshape(-1, size, *x.shape[1:])
+
+
+def media_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    medium: jax.Array,
+    key_medium: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of patches within their media, blocks of scores at a time.
+
+    Blocks of keys of other media than a block of queries are passed over.
+
+    Args:
+      q: [P, H, K]. k, v: [S, H, K].
+      medium: [P], 0 on padding, which comes last and sees nothing. key_medium: [S]; None: the same.
+
+    Returns:
+      [P, H, K], 0 on padding.
+    """
     count, num_heads, width = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    size = min(BLOCK, count)
-    missing = -count % size
-
-    def blocks(x: jax.Array, fill: int = 0) -> jax.Array:
-        padding = ((0, missing), *[(0, 0)] * (x.ndim - 1))
-        return jnp.pad(x, padding, constant_values=fill).reshape(-1, size, *x.shape[1:])
-
-    # What is padded here sees itself alone.
-    ids = blocks(medium, -1)
-    keys, values = blocks(k), blocks(v)
+    key_medium = medium if key_medium is None else key_medium
+    # No key has the number that padding has among the queries.
+    own_ids = _blocks(jnp.where(medium > 0, medium, PADDING), PADDING)
+    ids = _blocks(jnp.where(key_medium > 0, key_medium, PADDING + 1), PADDING + 1)
+    queries, keys, values = _blocks(q), _blocks(k), _blocks(v)
 
     @jax.checkpoint
     def of_queries(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, own = block
 
-        def step(carry: Any, block: Any) -> Any:
+        def meet(carry: Any, block: Any) -> Any:
             top, total, mixed = carry
             k, v, ids = block
             scores = jnp.einsum('qhk,shk->hqs', q, k, preferred_element_type=wide) * width**-0.5
@@ -244,44 +216,62 @@ def media_attention(q: jax.Array, k: jax.Array, v: jax.Array, medium: jax.Array)
             read = jnp.einsum(
                 'hqs,shk->hqk', weights.astype(v.dtype), v, preferred_element_type=wide
             )
-            return (new_top, total, mixed * shrink[..., None] + read), None
+            return new_top, total, mixed * shrink[..., None] + read
 
-        shape = num_heads, size
+        def step(carry: Any, block: Any) -> Any:
+            ids = block[-1]
+            meets = (ids[0] <= own[-1]) & (own[0] <= ids[-1])
+            return lax.cond(meets, meet, lambda carry, block: carry, carry, block), None
+
+        shape = num_heads, len(q)
         start = jnp.full(shape, -1e30, wide), jnp.zeros(shape, wide)
         start = *start, jnp.zeros((*shape, width), wide)
         (_, total, mixed), _ = lax.scan(jax.checkpoint(step), start, (keys, values, ids))
+        total = jnp.where(total > 0, total, 1)
         return jnp.moveaxis(mixed / total[..., None], 0, 1).astype(q.dtype)
 
-    out = lax.map(of_queries, (blocks(q), ids))
+    out = lax.map(of_queries, (queries, own_ids))
     return out.reshape(-1, num_heads, width)[:count]
 
 
 @jax.named_scope('vision_tower')
 def vision_tower(
-    params: Params, pixels: jax.Array, media: Media, config: VisionConfig, dtype: jnp.dtype
+    params: Params,
+    pixels: jax.Array,
+    media: Media,
+    config: VisionConfig,
+    dtype: jnp.dtype,
+    axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """[N, 4, D]: of each row for the text its four corners, averaged over frames.
 
     Args:
       params: the `vision_tower` leaves. pixels: [P, 3, size, size], normalised.
+      axes: of the mesh, whose chips each have a part of the patches and of `media.merged`, which
+        counts patches over all parts.
     """
+
+    def whole(x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, axes, tiled=True) if axes else x
+
     own = params['patch_embed']
     x = _linear(pixels.reshape(len(pixels), -1).astype(dtype), own['proj'])
     x = x + positions(own['pos_emb'], media, config).astype(dtype)
     width = config.qkv_hidden_size // config.num_attention_heads
     cos, sin = rotations(media, width)
+    key_medium = whole(media.medium)
 
     def block(x: jax.Array, own: Params) -> tuple[jax.Array, None]:
         qkv = _linear(_norm(x, own['norm0'], config.norm_eps), own['wqkv'])
         q, k, v = jnp.moveaxis(qkv.reshape(len(x), 3, -1, width), 1, 0)
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        o = media_attention(q, k, v, media.medium)
+        o = media_attention(q, whole(k), whole(v), media.medium, key_medium)
         x = x + _linear(o.reshape(len(x), -1), own['wo'])
         hidden = _linear(_norm(x, own['norm1'], config.norm_eps), own['mlp']['fc0'])
         return x + _linear(jax.nn.gelu(hidden, approximate=True), own['mlp']['fc1']), None
 
     x, _ = lax.scan(jax.checkpoint(block), x, params['blocks'])
-    x = _norm(x, params['final_layernorm'], config.norm_eps)
+    x = whole(_norm(x, params['final_layernorm'], config.norm_eps))
     there = media.merged >= 0
     frames = jnp.where(there[..., None], x[jnp.maximum(media.merged, 0)], 0)
     frames = frames.astype(jnp.promote_types(dtype, jnp.float32))
@@ -298,3 +288,26 @@ def mm_projector(params: Params, corners: jax.Array, config: VisionConfig) -> ja
     hidden = _linear(corners.reshape(len(corners), -1), params['proj_0'])
     out = _linear(jax.nn.gelu(hidden, approximate=False), params['proj_2'])
     return _norm(out, params['post_norm'], eps) if 'post_norm' in params else out
+
+
+def media_rows(params: Params, inputs: MediaInputs, config: ModelConfig, run: Run) -> jax.Array:
+    """[B, N, D]: what takes the place of the embeddings of media tokens; one row at a time.
+
+    Args:
+      params: the model's. inputs: where chips share the tokens of a row, this chip's part of each
+        row's patches and of its `merged`; what is returned is whole.
+    """
+    leaves = vision_leaves(config.vision, config.hidden_size)
+    own = gathered({name: params[name] for name in leaves}, leaves, run)
+    shared = run.parallel is not None and run.parallel.num_shards > 1
+    axes = run.parallel.rules.tokens if shared else ()
+
+    def of_row(row: MediaInputs) -> jax.Array:
+        arguments = row.pixels, row.media, config.vision, run.dtype, axes
+        corners = vision_tower(own['vision_tower'], *arguments)
+        rows = mm_projector(own['mm_projector'], corners, config.vision)
+        return lax.all_gather(rows, axes, tiled=True) if axes else rows
+
+    if run.remat != 'none' and len(inputs.pixels) > 1:
+        of_row = jax.checkpoint(of_row)
+    return lax.map(of_row, inputs)

@@ -36,19 +36,23 @@ Label = Literal['muon', 'decayed', 'plain', 'held']
 # Every parameter of the family. Source: report section 2.5 for the heads of queries, keys and
 # values; what is not said there is as in Moonlight and K2.
 _NAMES: dict[Group, str] = {
-    'heads': 'q_proj k_proj v_proj q_b_proj',
+    'heads': 'q_proj k_proj v_proj q_b_proj wqkv.weight',
     'keys_and_values': 'kv_b_proj',
     'matrix': """
         f_a_proj f_b_proj b_proj o_proj g_proj g_a_proj g_b_proj kv_a_proj_with_mqa q_a_proj
         gate_proj up_proj down_proj routed_expert_down_proj routed_expert_up_proj w1 w2 w3
-        eh_proj fc""",
+        eh_proj fc
+        wo.weight fc0.weight fc1.weight proj_0.weight proj_2.weight""",
     'router': 'gate',
     'other': """
         embed_tokens lm_head norm enorm hnorm input_layernorm post_attention_layernorm
         kv_a_layernorm q_a_layernorm o_norm routed_expert_norm A_log dt_bias q_conv1d k_conv1d
         v_conv1d
         self_attention_res_norm self_attention_res_proj mlp_res_norm mlp_res_proj
-        output_attn_res_norm output_attn_res_proj""",
+        output_attn_res_norm output_attn_res_proj
+        proj.weight proj.bias pos_emb norm0.weight norm0.bias norm1.weight norm1.bias wqkv.bias
+        wo.bias fc0.bias fc1.bias final_layernorm.weight final_layernorm.bias proj_0.bias
+        proj_2.bias pre_norm.weight pre_norm.bias post_norm.weight""",
     'held': """
         e_score_correction_bias w1_packed w2_packed w3_packed w1_scale w2_scale w3_scale""",
 }
@@ -84,8 +88,12 @@ def blocks_of(name: str, leaf: Leaf, model: ModelConfig, muon: MuonConfig) -> Bl
     rows, group = leaf.shape[-2], group_of(name)
     if not muon.per_head or group not in ('heads', 'keys_and_values'):
         return Blocks(1, (rows,))
-    is_kda = leaf.axes[-2] == 'kda_heads'
-    heads = model.linear_attn_config.num_heads if is_kda else model.num_attention_heads
+    if name == 'wqkv.weight':
+        heads = 3 * model.vision.num_attention_heads
+    elif leaf.axes[-2] == 'kda_heads':
+        heads = model.linear_attn_config.num_heads
+    else:
+        heads = model.num_attention_heads
     if rows % heads:
         raise ConfigError(f'optimizer: {name} has {rows} rows, wanted a multiple of {heads} heads')
     if group == 'keys_and_values' and muon.split_kv_b:
