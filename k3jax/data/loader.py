@@ -17,7 +17,7 @@ from k3jax.data import pack, sources
 from k3jax.data import records as records_lib
 from k3jax.data import tokenizer as tokenizer_lib
 
-Batch = dict[str, np.ndarray]  # see pack.as_batch
+Batch = dict[str, np.ndarray]  # see media.as_batch
 
 # Documents are small and their text is quick to encode: threads would only compete with the step.
 _READ_OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -51,7 +51,8 @@ class TrainIterator(Iterator[Batch]):
         """The next batch of `batch_size` rows, over all streams; a multiple of their number."""
         count = batch_size // self._config.num_streams
         rows = [next(stream) for stream in self._iterators.values() for _ in range(count)]
-        return pack.as_batch({name: np.stack([row[name] for row in rows]) for name in rows[0]})
+        stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return media_lib.as_batch(stacked, self._config)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch given out; may be stored as JSON.
@@ -166,7 +167,7 @@ def held_out_batches(
         return iter(_rows(dataset, documents, config, tokenizer))
 
     mixed = _by_shares({source: rows(source) for source in config.shares}, config.shares)
-    return itertools.islice(_batches(mixed, config.batch_size), max_batches)
+    return itertools.islice(_batches(mixed, config), max_batches)
 
 
 def _by_shares(
@@ -184,10 +185,12 @@ def _by_shares(
             yield row
 
 
-def _batches(rows: Iterator[dict[str, np.ndarray]], batch_size: int) -> Iterator[Batch]:
-    while some := list(itertools.islice(rows, batch_size)):
+def _batches(
+    rows: Iterator[dict[str, np.ndarray]], config: config_lib.DataConfig
+) -> Iterator[Batch]:
+    while some := list(itertools.islice(rows, config.batch_size)):
         stacked = {name: np.stack([row[name] for row in some]) for name in some[0]}
-        yield _fill_up(pack.as_batch(stacked), batch_size)
+        yield _fill_up(media_lib.as_batch(stacked, config), config.batch_size)
 
 
 def document_tokens(

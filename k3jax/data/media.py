@@ -18,6 +18,7 @@ from k3jax.data.images import (
     Patches,
     image_patches,
     image_prompt,
+    normalised,
     read_image,
 )
 from k3jax.data.records import Record, RecordError, Records, Text
@@ -192,3 +193,14 @@ def without_media(row: dict[str, np.ndarray], config: DataConfig) -> dict[str, n
         PIXELS: np.broadcast_to(np.uint8(0), shape),
         GRIDS: np.zeros((media.patches_per_row // MERGE**2, 3), np.int32),
     }
+
+
+def as_batch(rows: dict[str, np.ndarray], config: DataConfig) -> dict[str, np.ndarray]:
+    """`pack.as_batch` of stacked rows; with media, pixels [B, P, 3, size, size] float32 too.
+
+    And grids [B, P / 4, 3]; both as `pack_media` orders them.
+    """
+    batch = pack.as_batch(rows)
+    if PIXELS in batch:
+        batch[PIXELS] = normalised(batch[PIXELS], processor(config))
+    return batch

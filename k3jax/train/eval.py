@@ -15,6 +15,7 @@ from etils import epath
 from k3jax.data.pack import IGNORE
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.model.kimi import Kimi, forward
+from k3jax.train.media import with_media
 from k3jax.train.step import losses_of
 
 Losses = Callable[[Any, dict[str, np.ndarray]], jax.Array]
@@ -50,7 +51,9 @@ def evaluate(
       ValueError: the batches hold no target.
     """
     total, tokens, num_bytes = 0.0, 0, 0
-    losses = losses or losses_of(model)
+    if losses is None:
+        alone = losses_of(model)
+        losses = lambda params, batch: alone(params, with_media(batch))  # noqa: E731
     for batch in batches:
         total += float(np.sum(np.asarray(losses(params, batch), np.float64)))
         targets = batch['targets'][batch['targets'] != IGNORE]

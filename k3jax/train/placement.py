@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import DataConfig
+from k3jax.train.media import with_media
 
 Batch = dict[str, Any]
 
@@ -47,19 +48,19 @@ class Placement:
         here = np.concatenate([np.arange(n * size, (n + 1) * size) for n in self.streams])
         where = np.full(size * self._num_streams, -1)
         where[here] = np.arange(len(here))
-        return {name: self._placed(array, where) for name, array in batch.items()}
+        return jax.tree.map(lambda array: self._placed(array, where), with_media(batch))
 
     def place_whole(self, batch: Batch) -> Batch:
         """A batch of which every process has all rows, as arrays over the mesh."""
         where = np.arange(len(batch['tokens']))
-        return {name: self._placed(array, where) for name, array in batch.items()}
+        return jax.tree.map(lambda array: self._placed(array, where), with_media(batch))
 
     def _placed(self, array: np.ndarray, where: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...]) -> np.ndarray:
-            rows, tokens = index
-            return array[where[rows]][:, tokens]
+            rows, *others = index
+            return array[where[rows]][:, *others]
 
-        shape = len(where), array.shape[1]
+        shape = len(where), *array.shape[1:]
         return jax.make_array_from_callback(shape, self._sharding, part)
 
 

@@ -20,6 +20,7 @@ from k3jax.parallel.shard import parallel_of
 from k3jax.train import spikes
 from k3jax.train.barrier import wait_for_all
 from k3jax.train.host_memory import placed_on_host
+from k3jax.train.media import check_media
 from k3jax.train.optim import make_optimizer
 from k3jax.train.placement import Placement
 from k3jax.train.spikes import limits_of
@@ -38,6 +39,7 @@ class Program:
     def __init__(self, config: Config, tokenizer: Tokenizer, devices: Sequence[jax.Device]):
         self.config, self._tokenizer = config, tokenizer
         train, optimizer = config.train, config.optimizer
+        check_media(config, tokenizer)
         mesh_config = check_fits(config, 'train', len(devices))
         self.mesh = make_mesh(mesh_config, devices)
         parallel = parallel_of(self.mesh, mesh_config, 'train')

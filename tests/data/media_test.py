@@ -96,7 +96,7 @@ def documents(batches):
             grids = [tuple(g) for g in batch['grids'][row].tolist() if any(g)]
             starts = np.cumsum([0, *(t * h * w for t, h, w in grids)])
             images = iter(
-                (grid, int(batch['pixels'][row, start].max()))
+                (grid, round(float(batch['pixels'][row, start].max() + 1) * 127.5))
                 for grid, start in zip(grids, starts, strict=False)
             )
             for number in range(1, batch['segment_ids'][row].max() + 1):
