@@ -118,6 +118,17 @@ def k3_bf16() -> dict[str, Any]:
     }
 
 
+def k25_vision() -> dict[str, Any]:
+    """`k3_bf16`, with the vision part of K2.5: LayerNorm, biases, a norm before the projector."""
+    config = k3_bf16()
+    vision = config['vision_config']
+    for name in ('norm_type', 'attn_bias', 'linear_bias', 'patch_embed_proj_bias'):
+        del vision[name]
+    del vision['qkv_hidden_size']
+    vision['mm_projector_type'] = 'patchmerger'
+    return config
+
+
 def mxfp4_quantization() -> dict[str, Any]:
     """`quantization_config` of a release with MXFP4 routed experts."""
     weights = {'num_bits': 4, 'group_size': 32, 'type': 'float'}
@@ -348,27 +359,42 @@ def _moe(text: dict[str, Any], p: str, k3: bool, packed: bool) -> Iterator[Tenso
         yield from _mlp(f'{p}shared_experts.', d, inner * text['num_shared_experts'])
 
 
+def _biased(matrix: Tensor, has_bias: bool) -> Iterator[Tensor]:
+    yield matrix
+    if has_bias:
+        name = matrix.name.removesuffix('weight') + 'bias'
+        yield Tensor(name, matrix.shape[:1], BF16, 'bias')
+
+
+def _vision_norm(name: str, size: int, has_bias: bool) -> Iterator[Tensor]:
+    yield from _biased(_norm(name, size), has_bias)
+
+
 def _vision(vision: dict[str, Any], d: int) -> Iterator[Tensor]:
-    h, inner, qkv = (
-        vision[k] for k in ('vt_hidden_size', 'vt_intermediate_size', 'qkv_hidden_size')
-    )
+    h, inner = vision['vt_hidden_size'], vision['vt_intermediate_size']
+    qkv, bias = vision.get('qkv_hidden_size', h), vision.get('attn_bias', True)
+    old = vision['mm_projector_type'] == 'patchmerger'
     patch, p = vision['patch_size'], 'vision_tower.'
-    yield Tensor(f'{p}patch_embed.proj.weight', (h, 3, patch, patch), BF16, 'matrix')
+    proj = Tensor(f'{p}patch_embed.proj.weight', (h, 3, patch, patch), BF16, 'matrix')
+    yield from _biased(proj, bias)
     grid = vision['init_pos_emb_height'], vision['init_pos_emb_width']
     yield Tensor(f'{p}patch_embed.pos_emb.weight', (*grid, h), BF16, 'position')
     for n in range(vision['vt_num_hidden_layers']):
         b = f'{p}encoder.blocks.{n}.'
-        yield _norm(f'{b}norm0', h)
-        yield _norm(f'{b}norm1', h)
-        yield _matrix(f'{b}wqkv', 3 * qkv, h, 2)
-        yield _matrix(f'{b}wo', h, qkv)
-        yield _matrix(f'{b}mlp.fc0', inner, h)
-        yield _matrix(f'{b}mlp.fc1', h, inner)
-    yield _norm(f'{p}encoder.final_layernorm', h)
+        yield from _vision_norm(f'{b}norm0', h, old)
+        yield from _vision_norm(f'{b}norm1', h, old)
+        yield from _biased(_matrix(f'{b}wqkv', 3 * qkv, h, 2), bias)
+        yield from _biased(_matrix(f'{b}wo', h, qkv), bias)
+        yield from _biased(_matrix(f'{b}mlp.fc0', inner, h), bias)
+        yield from _biased(_matrix(f'{b}mlp.fc1', h, inner), bias)
+    yield from _vision_norm(f'{p}encoder.final_layernorm', h, old)
     merged = vision['mm_hidden_size'] * math.prod(vision['merge_kernel_size'])
-    yield _matrix('mm_projector.proj.0', merged, merged)
-    yield _matrix('mm_projector.proj.2', d, merged)
-    yield _norm('mm_projector.post_norm', d)
+    yield from _biased(_matrix('mm_projector.proj.0', merged, merged), bias)
+    yield from _biased(_matrix('mm_projector.proj.2', d, merged), bias)
+    if old:
+        yield from _vision_norm('mm_projector.pre_norm', h, True)
+    else:
+        yield _norm('mm_projector.post_norm', d)
 
 
 def release_tensors(config: dict[str, Any], a_log_size: int | None = None) -> Iterator[Tensor]:

@@ -104,16 +104,21 @@ def bind(config: ModelConfig, rules: tuple[Rule, ...]) -> list[Binding]:
     Raises:
       ConfigError: the family's release has no tensor for a leaf that the config asks for.
     """
+    return bind_leaves(model_leaves(config), rules, config.family)
+
+
+def bind_leaves(leaves: Tree, rules: tuple[Rule, ...], family: str) -> list[Binding]:
+    """As `bind`, for a tree of leaves."""
     by_leaf = {rule.leaf: rule for rule in rules}
     assert len(by_leaf) == len(rules), 'two rules fill one leaf'
     bindings = []
-    for path, leaf in flatten(model_leaves(config)).items():
+    for path, leaf in flatten(leaves).items():
         top, _, rest = path.partition('/')
         layer = top.removeprefix('layers_') if top.startswith('layers_') else ''
         rule = by_leaf.get(f'layers_{LAYER}/{rest}' if layer else path)
         if rule is None:
             raise ConfigError(
-                f'model.family: got {config.family!r}, whose release has no tensor for {path}; '
+                f'model.family: got {family!r}, whose release has no tensor for {path}; '
                 'turn that mechanism off, or use the family that has it'
             )
         bindings.append(Binding(path, leaf, rule, layer))

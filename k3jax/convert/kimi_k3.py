@@ -11,6 +11,7 @@ from k3jax.convert.transforms import (
     SQUEEZE_RES_PROJ,
     TRIM_ZERO_PADDING,
 )
+from k3jax.convert.vision import PREFIXES, VISION
 
 SOURCE, LEAF = 'language_model.model.layers.{N}.', 'layers_{N}/'
 ATTN, ATTN_LEAF = SOURCE + 'self_attn.', LEAF + 'self_attn/'
@@ -104,11 +105,11 @@ EXPERTS_EXPANDED = (
 )
 
 KIMI_K3 = Family(
-    rules=RULES,
+    rules=RULES + VISION,
     experts={
         ('bf16', 'bf16'): EXPERTS_BF16,
         ('mxfp4', 'mxfp4'): EXPERTS_MXFP4,
         ('mxfp4', 'bf16'): EXPERTS_EXPANDED,
     },
-    carried_prefixes=('vision_tower.', 'mm_projector.'),
+    carried_prefixes=PREFIXES,  # where config.json says nothing of vision
 )

@@ -1,4 +1,4 @@
-"""What a released config.json says of the text model, field by field, and the same in reverse."""
+"""What a released config.json says of the model, field by field, and the same in reverse."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from k3jax.config import ConfigError, LinearAttnConfig, ModelConfig
+from k3jax.convert.vision_config import release_vision_config, vision_config_from_release
 from k3jax.model.layout import GROUP
 
 # Fields with a ModelConfig field of the same name: those that must be there, and those that may
@@ -50,6 +51,7 @@ LINEAR_OPTIONAL: dict[str, Any] = {
 }
 CONTEXT_LENGTH = ('max_position_embeddings', 'model_max_length')  # two names for one thing
 TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+MEDIA_ID = 'media_placeholder_token_id'
 
 # Fields that the code implements for these values only. `mla_use_nope` must be there: its absence
 # means rotary positions in the release's class.
@@ -78,20 +80,20 @@ HARMLESS = frozenset(
     """
     model_type architectures auto_map dtype torch_dtype transformers_version use_cache head_dim
     rope_theta rope_parameters _name_or_path _attn_implementation _attn_implementation_autoset
-    attn_implementation _commit_hash name_or_path vision_config media_placeholder_token_id
-    image_placeholder ignore_index sep_token_id decoder_start_token_id forced_bos_token_id
-    forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids output_attentions
-    output_hidden_states output_router_logits return_dict return_dict_in_generate output_scores
-    use_return_dict torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward id2label
-    label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
-    do_sample early_stopping num_beams num_beam_groups num_return_sequences diversity_penalty
-    length_penalty repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size
-    exponential_decay_length_penalty max_length min_length remove_invalid_values temperature top_k
-    top_p typical_p pretraining_tp router_aux_loss_coef aux_loss_alpha seq_aux
+    attn_implementation _commit_hash name_or_path vision_config image_placeholder ignore_index
+    sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens
+    begin_suppress_tokens bad_words_ids output_attentions output_hidden_states output_router_logits
+    return_dict return_dict_in_generate output_scores use_return_dict torchscript use_bfloat16
+    tf_legacy_loss chunk_size_feed_forward id2label label2id num_labels problem_type
+    finetuning_task task_specific_params tokenizer_class prefix do_sample early_stopping num_beams
+    num_beam_groups num_return_sequences diversity_penalty length_penalty repetition_penalty
+    encoder_no_repeat_ngram_size no_repeat_ngram_size exponential_decay_length_penalty max_length
+    min_length remove_invalid_values temperature top_k top_p typical_p pretraining_tp
+    router_aux_loss_coef aux_loss_alpha seq_aux
     """.split()  # noqa: SIM905
 )
 
-_KNOWN = {*REQUIRED, *OPTIONAL, *CONTEXT_LENGTH, *TOKEN_IDS, *FIXED, *HARMLESS}
+_KNOWN = {*REQUIRED, *OPTIONAL, *CONTEXT_LENGTH, *TOKEN_IDS, MEDIA_ID, *FIXED, *HARMLESS}
 _KNOWN |= {'num_key_value_heads', 'linear_attn_config', 'quantization_config'}
 _KNOWN_LINEAR = {*LINEAR_REQUIRED, *LINEAR_OPTIONAL}
 
@@ -172,7 +174,7 @@ def _first(token_id: Any) -> Any:
 def _token_ids(top: dict[str, Any], text: dict[str, Any], where: str) -> dict[str, int]:
     """Special token ids; a list (several ends of sequence) counts by its first."""
     taken = {}
-    for field in TOKEN_IDS:
+    for field in (*TOKEN_IDS, MEDIA_ID):
         values = [_first(fields[field]) for fields in (text, top) if fields.get(field) is not None]
         if len(set(values)) > 1:
             raise _error(f'{where}{field}', values[0], f'{values[1]}, the top level value')
@@ -329,9 +331,13 @@ def model_config_from_release(
             'nothing: the routed experts are stored in bf16 (.weight); remove the field, or get '
             'the config.json that belongs to the weights',
         )
+    vision = config_json.get('vision_config') if family == 'kimi_k3' else None
+    if vision is not None:
+        vision = vision_config_from_release(vision, fields['hidden_size'])
     return ModelConfig(
         name=name,
         family=family,
+        vision=vision,
         linear_attn_config=LinearAttnConfig(**linear),
         experts_format=experts_format,
         **_token_ids(top, text, where),
@@ -423,7 +429,7 @@ def release_config_from_model(config: ModelConfig) -> dict[str, Any]:
     tokens = {field: getattr(config, field) for field in TOKEN_IDS}
     if config.family == 'kimi_linear':
         return text | tokens
-    return {
+    release = {
         'model_type': 'kimi_k3',
         'architectures': ['KimiK3ForConditionalGeneration'],
         'dtype': 'bfloat16',
@@ -431,3 +437,7 @@ def release_config_from_model(config: ModelConfig) -> dict[str, Any]:
         **tokens,
         'text_config': text | tokens,
     }
+    if config.vision is not None:
+        release[MEDIA_ID] = config.media_placeholder_token_id
+        release['vision_config'] = release_vision_config(config.vision, config.hidden_size)
+    return release

@@ -56,7 +56,7 @@ def _load_part(release: Release, binding: Binding, part: int) -> np.ndarray:
     return binding.rule.transform.load(arrays, binding.part_shape, names[0])
 
 
-def _gather(release: Release, binding: Binding, start: int, stop: int) -> np.ndarray:
+def gather_rows(release: Release, binding: Binding, start: int, stop: int) -> np.ndarray:
     """Rows [start, stop) of a leaf."""
     if binding.rule.is_stacked:
         if stop - start == 1:
@@ -77,7 +77,7 @@ def _plan(
     for binding in bindings:
 
         def gather(start: int, stop: int, binding: Binding = binding) -> np.ndarray:
-            return _gather(release, binding, start, stop)
+            return gather_rows(release, binding, start, stop)
 
         arrays.append(
             _Array(target / PARAMS, binding.path, binding.leaf.shape, binding.dtype, gather)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -60,6 +61,23 @@ class Squeeze(Transform):
         for axis in self.axes:
             sizes.insert(axis, 1)
         return (tuple(sizes),)
+
+    def load(self, arrays: Sequence[np.ndarray], shape: Shape, where: str) -> np.ndarray:
+        return arrays[0].reshape(shape)
+
+    def store(self, array: np.ndarray, source_shape: Shape) -> np.ndarray:
+        return array.reshape(source_shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinPatch(Transform):
+    """[out, 3, size, size] -> [out, 3 * size * size]."""
+
+    name: str = 'join_patch'
+
+    def source_shapes(self, shape: Shape) -> tuple[Shape, ...]:
+        size = math.isqrt(shape[1] // 3)
+        return ((shape[0], 3, size, size),)
 
     def load(self, arrays: Sequence[np.ndarray], shape: Shape, where: str) -> np.ndarray:
         return arrays[0].reshape(shape)
@@ -173,5 +191,6 @@ IDENTITY = Transform()
 SQUEEZE_RES_PROJ = Squeeze(axes=(0,))  # [1, D] -> [D]
 SQUEEZE_CONV = Squeeze(axes=(1,))  # [P, 1, W] -> [P, W]
 SQUEEZE_A_LOG = Squeeze(axes=(0, 1, 3))  # [1, 1, H, 1] -> [H]
+JOIN_PATCH = JoinPatch()
 TRIM_ZERO_PADDING = TrimZeroPadding()
 EXPAND_MXFP4 = ExpandMxfp4()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from k3jax.config import ModelConfig
 from k3jax.model.layout import (
+    VISION,
     Leaf,
     Tree,
     global_leaves,
@@ -132,7 +133,7 @@ def active_parameters(config: ModelConfig) -> int:
     that only patches of images meet.
     """
     counts = count_parameters(config)
-    for name in ('mtp', 'vision_tower', 'mm_projector'):
+    for name in ('mtp', *VISION):
         counts.pop(name, None)
     routed = counts['routed_experts']
     unrouted = routed - routed * config.num_experts_per_token // config.num_experts

@@ -36,6 +36,7 @@ class Leaf:
 
 Tree = dict[str, Any]
 
+VISION = ('vision_tower', 'mm_projector')
 CORNERS = 4  # patches that become one row for the text
 
 

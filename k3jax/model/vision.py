@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from k3jax.config import ModelConfig, VisionConfig
-from k3jax.model.layout import CORNERS, vision_leaves
+from k3jax.model.layout import CORNERS, VISION, vision_leaves
 from k3jax.model.norms import project, rms_norm
 from k3jax.model.param import gathered
 from k3jax.model.run import Run
@@ -298,7 +298,7 @@ def media_rows(params: Params, inputs: MediaInputs, config: ModelConfig, run: Ru
         row's patches and of its `merged`; what is returned is whole.
     """
     leaves = vision_leaves(config.vision, config.hidden_size)
-    own = gathered({name: params[name] for name in leaves}, leaves, run)
+    own = gathered({name: params[name] for name in VISION}, leaves, run)
     shared = run.parallel is not None and run.parallel.num_shards > 1
     axes = run.parallel.rules.tokens if shared else ()
 

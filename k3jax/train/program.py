@@ -68,7 +68,7 @@ class Program:
         memory_stats = self.mesh.local_devices[0].memory_stats() or {}
         check_state_fits(self.abstract, self.model, memory_stats.get('bytes_limit'))
         self.losses = losses_of(self.model, self.mesh, train.grad_accum_steps)
-        self._compiled: dict[int, Callable[..., Any]] = {}  # steps, by the rows of a batch
+        self._compiled: dict[Any, Callable[..., Any]] = {}  # steps, by the shapes of a batch
 
     @property
     def shape(self) -> str:
@@ -121,7 +121,7 @@ class Program:
         return jax.device_put(spikes.from_json(stored, self.limits), shardings, may_alias=False)
 
     def is_compiled(self, batch: Batch) -> bool:
-        return len(batch['tokens']) in self._compiled
+        return _shapes(batch) in self._compiled
 
     def compile(self, batch: Batch) -> None:
         """Makes the step for batches like this, on every process before any runs it.
@@ -140,13 +140,17 @@ class Program:
         )
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        self._compiled[len(batch['tokens'])] = jitted.lower(self.abstract, batch).compile()
+        self._compiled[_shapes(batch)] = jitted.lower(self.abstract, batch).compile()
         wait_for_all()
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The state after a step, which takes the old one's place; compiled for such a batch."""
-        return self._compiled[len(batch['tokens'])](state, batch)
+        return self._compiled[_shapes(batch)](state, batch)
 
     def forget(self) -> None:
         """Gives up what is compiled."""
         self._compiled.clear()
+
+
+def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.shape for x in jax.tree.leaves(batch))

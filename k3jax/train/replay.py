@@ -97,7 +97,7 @@ def _described(batch: Any, losses: np.ndarray, tokenizer: Tokenizer) -> list[dic
     """`Replayed.rows` of a batch; losses: [B, T], nats."""
     if jax.process_count() > 1:
         batch = multihost_utils.process_allgather(batch, tiled=True)
-    batch = {name: np.asarray(array) for name, array in batch.items()}
+    batch = jax.tree.map(np.asarray, batch)
     counts = np.maximum(np.sum(batch['targets'] != IGNORE, axis=1), 1)
     means = np.sum(losses, axis=1) / counts
     found = []

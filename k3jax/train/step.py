@@ -14,8 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.data.pack import IGNORE
 from k3jax.model.kimi import Kimi, lm_head
+from k3jax.model.layout import VISION
 from k3jax.model.param import param_specs
 from k3jax.model.statistics import Watch, added, added_over, nothing_seen
+from k3jax.model.vision import media_rows
 from k3jax.parallel.rules import AXES
 from k3jax.train.corrections import corrections, layer_metrics
 from k3jax.train.losses import TokenLosses, token_losses
@@ -23,7 +25,8 @@ from k3jax.train.optim import Optimizer
 from k3jax.train.spikes import FINE, Limits, judged
 from k3jax.train.state import TrainState, working_copy
 
-Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: [B, T] int32
+# tokens, targets, segment_ids: [B, T] int32; in models that see, maybe media: vision.MediaInputs
+Batch = dict[str, Any]
 Metrics = dict[str, Any]  # arrays; `judgement` is a spikes.Judgement
 
 
@@ -46,7 +49,10 @@ def batch_losses(model: Kimi, params: Any, batch: Batch) -> BatchLosses:
     weight, after = lm_head(model, params), batch.get('next_targets')
     arguments = batch['tokens'], batch['segment_ids']
     next_tokens = None if after is None else batch['targets']
-    output = model.apply({'params': params}, *arguments, next_tokens=next_tokens)
+    rows = None
+    if 'media' in batch:
+        rows = media_rows(params, batch['media'], model.config, model.run)
+    output = model.apply({'params': params}, *arguments, next_tokens=next_tokens, media_rows=rows)
     main = token_losses(weight, output.hidden, batch['targets'])
     mtp = None if after is None else token_losses(weight, output.next_hidden, after).nll
     return BatchLosses(main, mtp, output.seen)
@@ -198,6 +204,18 @@ def make_gradient(
     )
 
 
+def modality_norms(grads: Any, count: jax.Array) -> Metrics:
+    """Norms of the gradients, over `count`, of what sees and of all else."""
+    seeing = {name: grads[name] for name in VISION}
+    others = {name: tree for name, tree in grads.items() if name not in VISION}
+    return {
+        f'grad_norm_{name}': optax.tree.norm(
+            jax.tree.map(lambda g: g.astype(jnp.float32) / count, part)
+        )
+        for name, part in (('vision', seeing), ('text', others))
+    }
+
+
 def make_train_step(
     model: Kimi,
     optimizer: Optimizer,
@@ -249,6 +267,8 @@ def make_train_step(
                 placed=None if placed is None else (placed.params, placed.opt_state),
             )
         metrics = {'loss': loss, 'grad_norm': norm, 'targets': count}
+        if model.config.vision is not None:
+            metrics |= modality_norms(grads, count)
         metrics |= {'z_loss': extra.z * sums.z / count} if extra.z else {}
         if mtp:
             after = jnp.maximum(jnp.sum(batch['next_targets'] != IGNORE), 1)

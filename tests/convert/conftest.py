@@ -29,4 +29,5 @@ def tiny(tmp_path):
     config['text_config'] |= {'num_hidden_layers': 2, 'num_experts': 3, 'vocab_size': 64}
     config['text_config']['linear_attn_config'] |= {'kda_layers': [1], 'full_attn_layers': [2]}
     config['vision_config'] |= {'vt_num_hidden_layers': 1}
+    config['media_placeholder_token_id'] = 60
     return release.write_release(tmp_path / 'tiny', config)

@@ -23,6 +23,7 @@ from tests.convert.folders import (
     SHARDS,
     arrays_of,
     assert_same_folder,
+    edit_json,
 )
 
 
@@ -113,13 +114,18 @@ def test_load_params_casts_weights_but_not_packed_bytes(sources, tmp_path):
     assert params['layers_1']['block_sparse_moe']['experts']['w1_packed'].dtype == np.uint8
 
 
-def test_carried_tensors_are_an_orbax_item(sources, tmp_path):
-    conversion = convert(sources / 'k3_bf16', tmp_path / 'orbax')
-    assert len(conversion.carried) == 18
+def test_vision_that_the_config_says_nothing_of_is_carried(sources, tmp_path):
+    ignored = shutil.ignore_patterns('.cache')
+    shutil.copytree(sources / 'k3_bf16', tmp_path / 'source', ignore=ignored)
+    edit_json(tmp_path / 'source/config.json', lambda config: config.pop('vision_config'))
+    conversion = convert(tmp_path / 'source', tmp_path / 'orbax')
+    assert conversion.model_config.vision is None and len(conversion.carried) == 18
     with ocp.PyTreeCheckpointer() as checkpointer:
         carried = checkpointer.restore(conversion.carried_path)
     assert set(carried) == set(conversion.carried)
     assert carried['vision_tower.patch_embed.pos_emb.weight'].shape == (8, 8, 32)
+    export(tmp_path / 'orbax', tmp_path / 'back')
+    assert_same_folder(tmp_path / 'back', tmp_path / 'source')
 
 
 def _expanded(config):

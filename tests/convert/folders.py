@@ -14,6 +14,7 @@ CONFIGS = {
     'k3_mxfp4': release.k3_mxfp4,
     'k3_bf16': release.k3_bf16,
     'kimi_linear': release.kimi_linear,
+    'k25_vision': release.k25_vision,
 }
 INDEX = 'model.safetensors.index.json'
 SHARDS = ('model-00001-of-000002.safetensors', 'model-00002-of-000002.safetensors')
