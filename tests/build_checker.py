@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     'PIL': 'pillow',
     'absl': 'absl-py',
     'mlx_lm': 'mlx-lm',
+    'mlx_vlm': 'mlx-vlm',
     'orbax': 'orbax-checkpoint',
 }
 
