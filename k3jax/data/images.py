@@ -227,10 +227,15 @@ def normalised(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
     return (pixels.astype(np.float32) / 255 - mean[:, None, None]) / std[:, None, None]
 
 
+def planned(image: Image.Image, plan: ImagePlan, config: ImageConfig) -> np.ndarray:
+    """[rows * columns, 3, P, P] uint8 of an image, scaled and padded by its plan."""
+    return _cut(_scaled(image, plan, config), config)
+
+
 def image_patches(image: Image.Image, config: ImageConfig) -> Patches:
     """What becomes of one image, as `read_image` gives it."""
     plan = plan_image(*image.size, config)
-    return Patches(_cut(_scaled(image, plan, config), config), (1, plan.rows, plan.columns))
+    return Patches(planned(image, plan, config), (1, plan.rows, plan.columns))
 
 
 def load_image(path: epath.PathLike, config: ImageConfig) -> Image.Image:
