@@ -1,4 +1,8 @@
-"""Continues a prompt: `python -m experiments.generate --checkpoint=DIR --prompt='def '`."""
+"""Continues a prompt: `python -m experiments.generate --checkpoint=DIR --prompt='def '`.
+
+Images and videos come before the text: `--image=FILE --video=FILE`. With `--token_ids` in place of
+a text, these hold the markup, and one media token for each row that the files become.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ from k3jax.flags import activations, define_activations_flags, run_main, token_i
 from k3jax.serve.draft_folder import open_draft
 from k3jax.serve.generate import generate
 from k3jax.serve.load import Loaded, open_model, use_dtype
+from k3jax.serve.media import see
 from k3jax.serve.speculative import generate_speculatively
 
 _CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Converted folder or training workdir.', required=True
 )
 _PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue.')
+_IMAGES = flags.DEFINE_multi_string('image', [], 'Image file to show before the text; repeatable.')
+_VIDEOS = flags.DEFINE_multi_string('video', [], 'Video file to show after the images; repeatable.')
 _TOKEN_IDS = flags.DEFINE_string('token_ids', None, 'Comma-separated ids to continue instead.')
 _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 128, 'Tokens to add at most.')
 _TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0: always the most likely token.')
@@ -45,8 +52,11 @@ def main(argv: list[str]) -> None:
     del argv
     if (_PROMPT.value is None) == (_TOKEN_IDS.value is None):
         raise ValueError('wanted either --prompt=TEXT or --token_ids=5,17,...')
-    if _PROMPT.value == '':
+    shown = bool(_IMAGES.value or _VIDEOS.value)
+    if _PROMPT.value == '' and not shown:
         raise ValueError("--prompt: got '', wanted at least one character")
+    if shown and _DRAFT.value is not None:
+        raise ValueError('--draft: goes with text alone, not with --image or --video')
     if _PROMPT.value is None:
         token_ids(_TOKEN_IDS.value)  # a mistake shows before a large model is read
     use_dtype(_DTYPE.value)
@@ -63,6 +73,11 @@ def main(argv: list[str]) -> None:
         num_ids=None if tokenizer is None else tokenizer.vocab_size,
     )
     model, params, prompt = loaded.model, loaded.params, _encode(loaded)
+    if shown:
+        seen = see(loaded, _IMAGES.value, _VIDEOS.value)
+        options['media_rows'] = seen.rows
+        # Ids are taken as they are, with a media token for each row.
+        prompt = prompt if _PROMPT.value is None else seen.tokens + prompt
     if _DRAFT.value is None:
         stream = generate(model, params, prompt, **options)
     else:

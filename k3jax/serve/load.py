@@ -18,7 +18,11 @@ from k3jax.config import (
     check_quantisation,
 )
 from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, load_params, read_conversion
+from k3jax.convert.files import read_json_object
+from k3jax.data.images import ImageConfig, image_config
+from k3jax.data.media import processor as processor_of
 from k3jax.data.tokenizer import VOCAB_FILE, Tokenizer, load_tokenizer
+from k3jax.data.video import VideoConfig, video_config
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layout import Leaf, model_leaves
 from k3jax.model.plan import stack_params, unstack_params
@@ -28,6 +32,7 @@ from k3jax.train.host_memory import HOST
 from pallas_kernels.common.platform import implementation_on
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4
 
+PROCESSOR_FILE = 'preprocessor_config.json'
 UNROLL_UP_TO = 32  # layers; deeper models are scanned, which compiles faster than it runs
 
 
@@ -37,12 +42,15 @@ class Loaded:
 
     tokenizer: the one it was made for; None where the checkpoint carries none.
     data: what it was trained on, if here; None for a converted release.
+    images, videos: how files become patches, by the release's preprocessor_config.json or the data.
     """
 
     model: Kimi
     params: dict[str, Any]
     tokenizer: Tokenizer | None
     data: DataConfig | None
+    images: ImageConfig = ImageConfig()
+    videos: VideoConfig = VideoConfig()
 
 
 def workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
@@ -91,15 +99,22 @@ def open_model(
       ValueError: there is no such checkpoint, or it is not whole.
     """
     folder, data, trained = epath.Path(path), None, QuantisationConfig()
+    images, videos = ImageConfig(), VideoConfig()
     if (folder / CONVERSION_FILE).exists() or (folder / STATE_FILE).exists():
         conversion = read_conversion(folder)
         config, release = conversion.model_config, conversion.release_path
         tokenizer = load_tokenizer(release) if (release / VOCAB_FILE).exists() else None
         params = load_params(folder)
+        if config.vision is not None:
+            images = ImageConfig(patch_size=config.vision.patch_size)
+        if (release / PROCESSOR_FILE).exists():
+            processor = read_json_object(release / PROCESSOR_FILE)
+            images, videos = image_config(processor), video_config(processor)
     elif is_workdir(folder):
         config, scan_layers, data, trained = read_config(folder)
         tokenizer = load_tokenizer(data.tokenizer)
         params = workdir_params(folder, config, scan_layers)
+        images = processor_of(data)
     elif next(folder.glob('*.safetensors'), None) is not None:
         raise ValueError(
             f'--checkpoint: {path} is a release in safetensors; convert it first: '
@@ -127,7 +142,8 @@ def open_model(
     placed = jax.tree.map(
         lambda leaf, array: _place(leaf, array, dtype, trained), model_leaves(config), params
     )
-    return Loaded(model, stack_params(placed, model.plan, jnp.stack), tokenizer, data)
+    params = stack_params(placed, model.plan, jnp.stack)
+    return Loaded(model, params, tokenizer, data, images, videos)
 
 
 def _place(leaf: Leaf, array: np.ndarray, dtype: str, trained: QuantisationConfig) -> jax.Array:
