@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from configs import kimi_k3, kimi_linear_48b, tiny_k3, tiny_kimi_linear
+from configs import kimi_k3, kimi_k3_vision, kimi_linear_48b, tiny_k3, tiny_kimi_linear
 from k3jax.model.flops import (
     COMPONENTS,
     active_parameters,
@@ -34,6 +34,14 @@ def test_kimi_k3_has_the_published_parameters_by_component():
     }
     assert total_parameters(K3) == 2_779_484_476_000
     assert active_parameters(K3) == 104_189_612_640
+
+
+def test_what_sees_is_counted_apart():
+    config = kimi_k3_vision.get_config().model
+    vision = {'vision_tower': 401_214_464, 'mm_projector': 46_144_512}
+    assert count_parameters(config) == count_parameters(K3) | vision
+    assert active_parameters(config) == active_parameters(K3)
+    assert flops_by_component(config, 64) == flops_by_component(K3, 64)
 
 
 def test_kimi_linear_48b_has_the_parameters_of_its_release():

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from configs import kimi_k3, kimi_linear_48b
-from k3jax.config import ConfigError, MuonConfig, OptimizerConfig
+from k3jax.config import ConfigError, MuonConfig, OptimizerConfig, VisionConfig
 from k3jax.model.kimi import Kimi
 from k3jax.model.layout import Leaf
 from k3jax.model.plan import depth_plan
@@ -203,6 +203,28 @@ def test_blocks_are_heads_and_experts():
     with pytest.raises(ConfigError, match='q_proj has 100 rows, wanted a multiple of 96 heads'):
         leaf = Leaf((100, 8), ('kda_heads', 'embed'))
         optim.blocks_of('q_proj', leaf, model, MuonConfig())
+
+
+@pytest.mark.parametrize('older', [False, True])
+def test_matrices_of_the_tower_are_muons_and_its_tables_are_not(older):
+    """`older`: as of K2.5, with biases and layer norms."""
+    vision = VisionConfig(norm='layer', bias=True) if older else VisionConfig()
+    model = tiny.k3((), (1,), vision=vision, media_placeholder_token_id=3)
+    config = OptimizerConfig(name='muon')
+    rules = optim.map_leaves(
+        lambda name, leaf, lead: optim.rule_of(name, leaf, model, config), model, depth_plan(model)
+    )
+    tower, projector = rules['vision_tower'], rules['mm_projector']
+    blocks = tower['blocks']
+    assert blocks['wqkv']['weight'].blocks == Blocks(3 * 12, (128,))
+    matrices = (blocks['wo'], *blocks['mlp'].values(), projector['proj_0'], projector['proj_2'])
+    assert {x['weight'].label for x in matrices} == {'muon'}
+    tables = tower['patch_embed']['proj']['weight'], tower['patch_embed']['pos_emb']
+    assert {x.label for x in tables} == {'decayed'}
+    norms = blocks['norm0'], blocks['norm1'], tower['final_layernorm']
+    assert {x['weight'].label for x in norms} == {'plain'}
+    if older:
+        assert {x['bias'].label for x in (*norms, *matrices)} == {'plain'}
 
 
 def test_a_step_of_the_whole_model_moves_each_matrix_by_its_own_rule():
