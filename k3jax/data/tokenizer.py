@@ -13,31 +13,21 @@ import numpy as np
 import tiktoken
 from etils import epath
 
-NUM_SPECIAL_TOKENS = 256
+from k3jax.data.special_tokens import (
+    BOS,
+    END_OF_MSG,
+    EOS,
+    EOT,
+    K3_SLOTS,
+    NUM_SPECIAL_TOKENS,
+    PAD,
+    slots_of_model,
+)
+
 BYTES = 'bytes'  # the name of the tokenizer that needs no file
 VOCAB_FILE = 'tiktoken.model'
 CONFIG_FILE = 'tokenizer_config.json'
-
-# Slots after the last rank that have a name; slot 0 is id 163584 in the release.
-_BOS, _EOS, _END_OF_MSG, _PAD = 0, 1, 2, 255
-_K3_SLOTS = {
-    _BOS: '[BOS]',
-    _EOS: '[EOS]',
-    _END_OF_MSG: '<|end_of_msg|>',
-    3: '<|open|>',
-    4: '<|close|>',
-    5: '<|sep|>',
-    6: '[start_header_id]',
-    7: '[end_header_id]',
-    9: '[EOT]',
-    18: '<|media_begin|>',
-    19: '<|media_content|>',
-    20: '<|media_end|>',
-    21: '<|media_pad|>',
-    65: '<osagent_mode>',
-    254: '[UNK]',
-    _PAD: '[PAD]',
-}
+MODEL_CONFIG_FILE = 'config.json'
 
 _MAX_CHUNK = 400_000  # characters that are split and merged at once
 _MAX_RUN = 25_000  # consecutive characters that are all whitespace, or all not
@@ -101,8 +91,9 @@ class Tokenizer:
     Attributes:
       vocab_size: number of ranks + 256.
       num_ranks: number of ordinary tokens, which is also the id of the first special token.
-      bos_id, eos_id, end_of_msg_id, pad_id: ids of special slots 0, 1, 2 and 255. Documents end
-        with `eos_id`, chat messages with `end_of_msg_id`.
+      bos_id, eos_id, end_of_msg_id, eot_id, pad_id: ids of special slots 0, 1, 2, 9 and 255.
+        Documents end with `eos_id`, chat messages with `end_of_msg_id`.
+      stop_ids: the ids after which nothing more is generated.
       special_tokens: text -> id of all 256.
     """
 
@@ -128,7 +119,7 @@ class Tokenizer:
                 'one), wanted all 256 single bytes; is the vocabulary file complete?'
             )
         if special_names is None:
-            special_names = {size + slot: name for slot, name in _K3_SLOTS.items()}
+            special_names = {size + slot: name for slot, name in K3_SLOTS.items()}
         last = size + NUM_SPECIAL_TOKENS - 1
         for token_id, name in special_names.items():
             if not size <= token_id <= last:
@@ -146,10 +137,12 @@ class Tokenizer:
             raise ValueError(f'special token {twice!r}: got two ids, wanted one')
         self.num_ranks = size
         self.vocab_size = size + NUM_SPECIAL_TOKENS
-        self.bos_id = size + _BOS
-        self.eos_id = size + _EOS
-        self.end_of_msg_id = size + _END_OF_MSG
-        self.pad_id = size + _PAD
+        self.bos_id = size + BOS
+        self.eos_id = size + EOS
+        self.end_of_msg_id = size + END_OF_MSG
+        self.eot_id = size + EOT
+        self.pad_id = size + PAD
+        self.stop_ids = frozenset({self.end_of_msg_id, self.eos_id, self.eot_id})
         self._all_special = frozenset(self.special_tokens)
         # Without merges the ids of a text are a lookup of its bytes.
         self._byte_ids = (
@@ -216,6 +209,10 @@ class Tokenizer:
         """
         return self.decode_bytes(ids).decode('utf-8', 'replace')
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, a special token's text; the id is not checked."""
+        return self._encoding.decode_single_token_bytes(token_id)
+
     def token_byte_lengths(self) -> np.ndarray:
         """[Z] int32: how many bytes of text each token stands for; 0 for special tokens."""
         return self._lengths.copy()
@@ -231,8 +228,8 @@ def load_tokenizer(folder: str | epath.PathLike | None) -> Tokenizer:
 
     Args:
       folder: local or gs:// folder with `tiktoken.model`. Where `tokenizer_config.json` beside it
-        has `added_tokens_decoder`, that names the special tokens: Kimi Linear and K2 call the
-        same slots otherwise than K3.
+        has `added_tokens_decoder`, that names the special tokens; else the model type of
+        `config.json` does: Kimi Linear and K2 call the same slots otherwise than K3.
 
     Raises:
       ValueError: a missing, unreadable or contradictory file; the message names it.
@@ -248,9 +245,12 @@ def load_tokenizer(folder: str | epath.PathLike | None) -> Tokenizer:
         )
     ranks = _parse_ranks(path.read_bytes(), str(path))
     config_path = folder / CONFIG_FILE
-    names = None
+    names, model_path = None, folder / MODEL_CONFIG_FILE
     if config_path.exists():
         names = _parse_special_names(config_path.read_text(), str(config_path))
+    if names is None and model_path.exists():
+        slots = slots_of_model(_parse_json(model_path.read_text(), str(model_path)))
+        names = {len(ranks) + slot: text for slot, text in slots.items()}
     try:
         return Tokenizer(ranks, names)
     except ValueError as e:
@@ -288,13 +288,18 @@ def _parse_ranks(data: bytes, where: str) -> dict[bytes, int]:
     return ranks
 
 
-def _parse_special_names(text: str, where: str) -> dict[int, str] | None:
-    """Id -> text from `added_tokens_decoder`; None where the file does not have it."""
+def _parse_json(text: str, where: str) -> dict[str, Any]:
+    """The object that a JSON file holds; an empty one where it holds something else."""
     try:
         config: Any = json.loads(text)
     except json.JSONDecodeError as e:
         raise ValueError(f'{where}: not JSON ({e}); fetch it again') from None
-    added = config.get('added_tokens_decoder') if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _parse_special_names(text: str, where: str) -> dict[int, str] | None:
+    """Id -> text from `added_tokens_decoder`; None where the file does not have it."""
+    added = _parse_json(text, where).get('added_tokens_decoder')
     if not added:
         return None
     try:

@@ -10,8 +10,7 @@ import pytest
 import regex
 
 from k3jax.data import tokenizer as tokenizer_lib
-
-REAL_VOCAB = pathlib.Path(__file__).parents[2] / '../shared/data/tiktoken.model'
+from tests.vocabulary import released_tokenizer
 
 TEXTS = [
     '',
@@ -42,12 +41,8 @@ def small(tmp_path):
 
 
 @pytest.fixture(scope='module')
-def real(tmp_path_factory):
-    if not REAL_VOCAB.exists():
-        pytest.skip(f'needs the released vocabulary at {REAL_VOCAB}')
-    folder = tmp_path_factory.mktemp('real')
-    (folder / 'tiktoken.model').write_bytes(REAL_VOCAB.read_bytes())
-    return tokenizer_lib.load_tokenizer(folder)
+def real():
+    return released_tokenizer()
 
 
 def test_byte_tokenizer_has_one_id_a_byte_and_256_special_tokens():
@@ -253,6 +248,25 @@ def test_tokenizer_config_names_the_special_tokens(tmp_path):
     config.write_text('{')
     with pytest.raises(ValueError, match='tokenizer_config.json: not JSON'):
         tokenizer_lib.load_tokenizer(tmp_path)
+
+
+def test_the_model_type_names_the_special_tokens_where_nothing_else_does(tmp_path):
+    write_vocab(tmp_path, small_tokens())
+    k2 = {2: '<|im_end|>', 3: '<|im_user|>', 11: '<|tool_calls_section_begin|>', 22: '<think>'}
+    k3 = {2: '<|end_of_msg|>', 3: '<|open|>', 11: '<|reserved_token_273|>'}
+    configs = [
+        ({'model_type': 'kimi_k2'}, k2),
+        ({'model_type': 'kimi_linear'}, k2),
+        ({'model_type': 'kimi_k3'}, k3),
+        ({'model_type': 'kimi_k2', 'architectures': ['KimiK3ForConditionalGeneration']}, k3),
+        ({}, k3),
+    ]
+    for config, slots in configs:
+        (tmp_path / 'config.json').write_text(json.dumps(config))
+        tok = tokenizer_lib.load_tokenizer(tmp_path)
+        for slot, text in slots.items():
+            assert tok.special_tokens[text] == tok.num_ranks + slot
+        assert tok.stop_ids == {tok.num_ranks + slot for slot in (1, 2, 9)}
 
 
 def test_released_ids(real):
