@@ -64,6 +64,11 @@ class ChatMachine:
         self._type = 'string'
         self._value: list[str] = []
 
+    @property
+    def is_content(self) -> bool:
+        """Whether text that comes next is content for sure."""
+        return self.state == 'response' and self._tag is None
+
     def text(self, text: str) -> list[Event]:
         """Takes text that holds no marker."""
         if not text or self.state == 'done':

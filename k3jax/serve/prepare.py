@@ -1,0 +1,121 @@
+"""How a request of the interface becomes one of the engine: prompt, images, limits, grammar."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from k3jax.data.chat import Channel, encode, render
+from k3jax.data.conversation import ChatError
+from k3jax.data.images import ImageConfig, image_patches, plan_image
+from k3jax.serve.api.chat_request import ChatRequest
+from k3jax.serve.api.completion_request import CompletionRequest
+from k3jax.serve.api.errors import ApiError
+from k3jax.serve.api.rules import Rules
+from k3jax.serve.constrain import Constrainer
+from k3jax.serve.grammar import chat_grammar
+from k3jax.serve.request import Engine, Request, Sampling
+
+
+class Prepared(NamedTuple):
+    """A request for the engine.
+
+    Attributes:
+      opened: the channel in which a chat's answer begins; None for a plain completion.
+      num_prompt_tokens: as they are billed, images in full.
+    """
+
+    request: Request
+    opened: Channel | None
+    num_prompt_tokens: int
+
+
+class Preparer:
+    """Prepares requests; its methods take long enough to belong in a thread.
+
+    Args:
+      images: None for a model that takes none.
+      constrainer: None where no answer can be constrained.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rules: Rules,
+        images: ImageConfig | None,
+        constrainer: Constrainer | None,
+    ):
+        self._engine, self._rules = engine, rules
+        self._images, self._constrainer = images, constrainer
+
+    def _new_tokens(self, num_prompt: int, wanted: int | None) -> int:
+        """How many tokens the answer may have.
+
+        Raises:
+          ApiError: prompt and answer do not fit the window.
+        """
+        window = self._engine.max_length
+        left = window - num_prompt
+        if left < (wanted or 1):
+            asked = '' if wanted is None else f' and {wanted} for the answer'
+            raise ApiError(
+                f'messages: got {num_prompt} tokens{asked}, wanted at most {window} together',
+                code='context_length_exceeded',
+            )
+        return min(left, self._rules.default_max_tokens) if wanted is None else wanted
+
+    def _sampling(self, sampling: Sampling, limit: int, logprobs: int | None) -> Sampling:
+        stop_ids = self._engine.tokenizer.stop_ids
+        return dataclasses.replace(
+            sampling, max_new_tokens=limit, stop_ids=stop_ids, logprobs=logprobs
+        )
+
+    def chat(self, asked: ChatRequest) -> Prepared:
+        """A chat completion's request.
+
+        Raises:
+          ApiError: an image or a schema that cannot be used, or too long a prompt.
+        """
+        if asked.images and self._images is None:
+            raise ApiError('messages: this model takes no images', param='messages')
+        pictures = [source.decode(self._images) for source in asked.images]
+        sizes = [picture.size for picture in pictures]
+        try:
+            prompt = encode(self._engine.tokenizer, render(asked.conversation, sizes))
+        except ChatError as error:
+            raise ApiError(f'messages: {error}', param='messages') from None
+        plans = [plan_image(*size, self._images) for size in sizes]
+        num_tokens = len(prompt.ids) + sum(plan.num_tokens - 1 for plan in plans)
+        limit = self._new_tokens(num_tokens, asked.common.max_tokens)
+        grammar = chat_grammar(asked, prompt.opened)
+        if grammar is not None:
+            self._check_grammar(grammar)
+        request = Request(
+            prompt_ids=prompt.ids,
+            media=[image_patches(pictures[i], self._images) for i in prompt.images],
+            sampling=self._sampling(asked.common.sampling, limit, asked.logprobs),
+            constraint=grammar,
+        )
+        return Prepared(request, prompt.opened, num_tokens - prompt.num_unbilled)
+
+    def _check_grammar(self, grammar: str) -> None:
+        if self._constrainer is None:
+            raise ApiError(
+                'This server cannot constrain answers: no response_format, no required tool_choice.'
+            )
+        fault = self._constrainer.fault(grammar)
+        if fault is not None:
+            raise ApiError(f'A JSON schema of this request cannot be enforced: {fault}')
+
+    def completion(self, asked: CompletionRequest) -> Prepared:
+        """A plain completion's request.
+
+        Raises:
+          ApiError: too long a prompt.
+        """
+        ids = asked.prompt
+        if isinstance(ids, str):
+            ids = self._engine.tokenizer.encode(ids)
+        limit = self._new_tokens(len(ids), asked.common.max_tokens or 16)
+        sampling = self._sampling(asked.common.sampling, limit, asked.logprobs)
+        return Prepared(Request(prompt_ids=ids, sampling=sampling), None, len(ids))
