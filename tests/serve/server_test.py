@@ -14,6 +14,7 @@ from PIL import Image
 from k3jax.data.images import ImageConfig
 from k3jax.data.tokenizer import byte_tokenizer
 from k3jax.serve.admission import Limits
+from tests.request_lists import ONLY_OPEN, REFUSED, TAKEN
 from tests.scripted_engine import ScriptedEngine, running
 
 TOKENIZER = byte_tokenizer()
@@ -274,6 +275,27 @@ def test_a_prompt_over_the_window_is_refused(client):
     assert caught.value.code == 'context_length_exceeded'
     with pytest.raises(openai.BadRequestError, match='wanted at most 4096 together'):
         ask(client, max_tokens=4000, stream=True)
+
+
+@pytest.mark.parametrize('rules', ['open', 'kimi'])
+def test_what_is_taken_and_what_is_refused(rules):
+    engine = ScriptedEngine(lambda _: ids_of(ANSWER))
+    taken = TAKEN + ONLY_OPEN * (rules == 'open')
+    refused = [fields for fields, _ in REFUSED] + ONLY_OPEN * (rules == 'kimi')
+    with (
+        running(engine, rules, limits=LIMITS) as served,
+        openai.OpenAI(base_url=f'{served.url}/v1', api_key='any', max_retries=0) as client,
+    ):
+        for fields in taken:
+            raw = client.chat.completions.with_raw_response
+            response = raw.create(model='tiny', messages=HELLO, extra_body=fields)
+            assert response.status_code == 200, fields
+        for fields in refused:
+            num_asked = len(engine.requests)
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(client, extra_body={'stream': 'stream_options' not in fields} | fields)
+            assert caught.value.type == 'invalid_request_error'
+            assert len(engine.requests) == num_asked
 
 
 def test_another_model_is_not_found(client):

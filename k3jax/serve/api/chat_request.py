@@ -145,7 +145,9 @@ def read_chat_request(body: dict[str, Any], rules: Rules) -> ChatRequest:
         raise ApiError(
             'response_format: not together with a partial message', param='response_format'
         )
-    shown = json_format and (json_format.schema or 'json_object')
+    shown = json_format and json_format.schema
+    if json_format is not None and shown is None:
+        shown = 'json_object'
     conversation = dataclasses.replace(
         conversation,
         tool_choice=None if choice.mode == 'auto' else choice.mode,
