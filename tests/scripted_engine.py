@@ -14,7 +14,22 @@ from k3jax.serve.constrain import Constrainer
 from k3jax.serve.request import Overloaded, Request, Token
 from k3jax.serve.server import build_app, make_server
 
+_BYTES = byte_tokenizer()
 Script = Callable[[Request], Sequence[int]]
+
+
+def ids_of(text: str) -> list[int]:
+    """Bytes of an answer: «name» opens a tag, «/name» closes one, ¶ ends the message."""
+    marks = {'«/': '<|close|>', '«': '<|open|>', '»': '<|sep|>', '¶': '<|end_of_msg|>'}
+    ids, position = [], 0
+    while position < len(text):
+        mark = next((m for m in marks if text.startswith(m, position)), None)
+        if mark is None:
+            ids += text[position].encode()
+        else:
+            ids.append(_BYTES.special_tokens[marks[mark]])
+        position += len(mark or ' ')
+    return ids
 
 
 class ScriptedStream:
@@ -56,7 +71,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, script: Script, tokenizer: Tokenizer | None = None):
-        self.tokenizer = tokenizer or byte_tokenizer()
+        self.tokenizer = tokenizer or _BYTES
         self.max_length, self.model_name = 4096, 'tiny'
         self.script, self.delay_s, self.max_running, self.cached_tokens = script, 0.0, 1000, 0
         self.requests: list[Request] = []

@@ -15,7 +15,7 @@ from k3jax.data.images import ImageConfig
 from k3jax.data.tokenizer import byte_tokenizer
 from k3jax.serve.admission import Limits
 from tests.request_lists import ONLY_OPEN, REFUSED, TAKEN
-from tests.scripted_engine import ScriptedEngine, running
+from tests.scripted_engine import ScriptedEngine, ids_of, running
 
 TOKENIZER = byte_tokenizer()
 ANSWER = (
@@ -27,19 +27,6 @@ ANSWER = (
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 LIMITS = Limits(max_body_bytes=100_000, body_timeout_s=5.0, max_concurrent=8, drain_timeout_s=1.0)
 SECRET = 'sk-very-secret'
-
-
-def ids_of(text):
-    marks = {'«/': '<|close|>', '«': '<|open|>', '»': '<|sep|>', '¶': '<|end_of_msg|>'}
-    ids, position = [], 0
-    while position < len(text):
-        mark = next((m for m in marks if text.startswith(m, position)), None)
-        if mark is None:
-            ids += text[position].encode()
-        else:
-            ids.append(TOKENIZER.special_tokens[marks[mark]])
-        position += len(mark or ' ')
-    return ids
 
 
 @pytest.fixture(scope='module')
