@@ -6,6 +6,7 @@ import tempfile
 
 import pytest
 
+from k3jax.data.special_tokens import K2_SLOTS
 from k3jax.data.tokenizer import Tokenizer, load_tokenizer
 
 DATA = pathlib.Path(__file__).parents[1] / '../shared/data'
@@ -35,3 +36,10 @@ def small_tokenizer() -> Tokenizer:
     # Byte-pair merges need every beginning of a token.
     merges = dict.fromkeys(t[:n] for t in tokens for n in range(2, len(t) + 1))
     return Tokenizer({t: i for i, t in enumerate([*(bytes([b]) for b in range(256)), *merges])})
+
+
+@functools.cache
+def k2_tokenizer() -> Tokenizer:
+    """All bytes, and the special tokens of the models before K3."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    return Tokenizer(ranks, {256 + slot: text for slot, text in K2_SLOTS.items()})

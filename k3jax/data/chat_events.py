@@ -20,10 +20,11 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """A call begins; `index` counts the answer's calls from 0."""
+    """A call begins; `index` counts the answer's calls from 0. id: if the model gave it one."""
 
     index: int
     name: str
+    id: str | None = None
 
 
 class CallArguments(NamedTuple):
@@ -44,9 +45,12 @@ Event = Reasoning | Content | CallStart | CallArguments | CallEnd
 
 @dataclasses.dataclass
 class Call:
+    """A call of an answer. is_whole: all of it has come."""
+
     name: str
     arguments: str = ''
     is_whole: bool = False
+    id: str | None = None
 
 
 @dataclasses.dataclass
@@ -65,8 +69,8 @@ class ParsedMessage:
                     self.reasoning += text
                 case Content(text):
                     self.content += text
-                case CallStart(_, name):
-                    self.calls.append(Call(name))
+                case CallStart(_, name, call_id):
+                    self.calls.append(Call(name, id=call_id))
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
                 case CallEnd(index):

@@ -121,11 +121,9 @@ class ChatMachine:
 
     def _between(self, text: str) -> list[Event]:
         text = self._space + text
-        if not text.strip():
-            self._space = text
-            return []
-        self._space = ''
-        return [Content(text)]
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        return [Content(shown)] if shown else []
 
     def _finish_tag(self, kind: Marker, text: str) -> list[Event]:
         words = text.split(None, 1)

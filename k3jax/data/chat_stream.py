@@ -1,4 +1,4 @@
-"""How an answer in XTML is read while it is generated: from token ids, or from text.
+"""How an answer is read while it is generated: from token ids, or from text in XTML.
 
 Token ids are safer: text that looks like a marker is text. Read from text, it is taken for one.
 """
@@ -6,9 +6,13 @@ Token ids are safer: text that looks like a marker is text. Read from text, it i
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 from k3jax.data.chat_events import Event
+from k3jax.data.chat_format import is_before_k3
+from k3jax.data.chat_k2_machine import MARKERS as K2_MARKERS
+from k3jax.data.chat_k2_machine import K2Machine
 from k3jax.data.chat_machine import ChatMachine, Marker
 from k3jax.data.detokenize import Detokenizer
 from k3jax.data.tokenizer import Tokenizer
@@ -23,7 +27,9 @@ _MARKER = re.compile('|'.join(map(re.escape, MARKERS)))
 
 
 class TokenParser:
-    """Events of an answer by its token ids; special tokens other than markers are left out.
+    """Events of an answer by its token ids, in the format of the tokenizer's model.
+
+    Special tokens other than markers are left out.
 
     Attributes:
       machine: the states, with their warnings.
@@ -37,13 +43,19 @@ class TokenParser:
         *,
         force_nonempty_content: bool = False,
     ):
-        self.machine = ChatMachine(opened, force_nonempty_content=force_nonempty_content)
+        self.machine: ChatMachine | K2Machine
+        markers: Mapping[str, str]
+        if is_before_k3(tokenizer):
+            self.machine, markers = K2Machine(opened), K2_MARKERS
+        else:
+            options = {'force_nonempty_content': force_nonempty_content}
+            self.machine, markers = ChatMachine(opened, **options), MARKERS
         self.num_reasoning_tokens = 0
         self._detokenizer = Detokenizer(tokenizer)
         self._first_special = tokenizer.num_ranks
         self._markers = {
             tokenizer.special_tokens[text]: marker
-            for text, marker in MARKERS.items()
+            for text, marker in markers.items()
             if text in tokenizer.special_tokens
         }
         self._markers |= dict.fromkeys(tokenizer.stop_ids, 'end')

@@ -147,14 +147,16 @@ def _tools(tools: Sequence[dict[str, Any]], most: int) -> list[str]:
     return rules
 
 
-def _response(json_format: JsonFormat) -> str:
+def response_json(json_format: JsonFormat) -> str:
+    """A response in JSON, compact, as a piece of Lark."""
     schema: dict[str, Any] = {'type': 'object'}
     if json_format.schema is not None:
         schema = json_format.schema if json_format.strict else {}
     return SchemaReader(schema).json(schema, None, **_COMPACT)
 
 
-def _needs_grammar(asked: ChatRequest) -> bool:
+def needs_grammar(asked: ChatRequest) -> bool:
+    """Whether not every answer will do."""
     tools = asked.conversation.all_tools
     if asked.json_format is not None or asked.tool_choice.mode == 'required':
         return True
@@ -162,6 +164,16 @@ def _needs_grammar(asked: ChatRequest) -> bool:
         return False
     is_strict = any(tool['function'].get('strict') for tool in tools)
     return asked.tool_choice.mode == 'none' or is_strict or not asked.parallel_tool_calls
+
+
+def callable_tools(asked: ChatRequest) -> list[dict[str, Any]]:
+    """Those that an answer may call."""
+    mode, name = asked.tool_choice
+    return [
+        tool
+        for tool in asked.conversation.all_tools
+        if mode != 'none' and name in (None, tool['function']['name'])
+    ]
 
 
 def chat_grammar(asked: ChatRequest, opened: Channel) -> str | None:
@@ -173,28 +185,22 @@ def chat_grammar(asked: ChatRequest, opened: Channel) -> str | None:
     Raises:
       ApiError: a schema that says nothing that can be written.
     """
-    if not _needs_grammar(asked):
+    if not needs_grammar(asked):
         return None
-    mode, name = asked.tool_choice
-    tools = [
-        tool
-        for tool in asked.conversation.all_tools
-        if name is None or tool['function']['name'] == name
-    ]
-    has_tools = bool(tools) and mode != 'none'
+    mode, tools = asked.tool_choice.mode, callable_tools(asked)
     rules = ['TEXT: /(?s:.*)/']
     think = ''
     if opened == 'think':
         think = f'TEXT {_closing("think")} {_opening("response")} '
     text = f'TEXT {_closing("response")}'
-    choices = [f'{text} tools'] if has_tools else []
+    choices = [f'{text} tools'] if tools else []
     if asked.json_format is not None and mode != 'required':
-        rules.append(f'answer: {_response(asked.json_format)}')
+        rules.append(f'answer: {response_json(asked.json_format)}')
         choices.append(f'answer {_closing("response")}')
     elif mode != 'required':
         choices.append(text)
     try:
-        if has_tools:
+        if tools:
             rules += _tools(tools, MAX_CALLS if asked.parallel_tool_calls else 1)
     except UnsupportedSchema as error:
         raise ApiError(f'tools: a schema cannot be enforced: {error}', param='tools') from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from k3jax.data.chat import Channel, encode, render
+from k3jax.data.chat import Channel
+from k3jax.data.chat_format import chat_prompt, is_before_k3
 from k3jax.data.conversation import ChatError
 from k3jax.data.images import ImageConfig, image_patches, plan_image
 from k3jax.serve.api.chat_request import ChatRequest
@@ -14,6 +15,7 @@ from k3jax.serve.api.errors import ApiError
 from k3jax.serve.api.rules import Rules
 from k3jax.serve.constrain import Constrainer
 from k3jax.serve.grammar import chat_grammar
+from k3jax.serve.grammar_k2 import k2_grammar
 from k3jax.serve.request import Engine, Request, Sampling
 
 
@@ -81,13 +83,14 @@ class Preparer:
         pictures = [source.decode(self._images) for source in asked.images]
         sizes = [picture.size for picture in pictures]
         try:
-            prompt = encode(self._engine.tokenizer, render(asked.conversation, sizes))
+            prompt = chat_prompt(self._engine.tokenizer, asked.conversation, sizes)
         except ChatError as error:
             raise ApiError(f'messages: {error}', param='messages') from None
         plans = [plan_image(*size, self._images) for size in sizes]
         num_tokens = len(prompt.ids) + sum(plan.num_tokens - 1 for plan in plans)
         limit = self._new_tokens(num_tokens, asked.common.max_tokens)
-        grammar = chat_grammar(asked, prompt.opened)
+        make = k2_grammar if is_before_k3(self._engine.tokenizer) else chat_grammar
+        grammar = make(asked, prompt.opened)
         if grammar is not None:
             self._check_grammar(grammar)
         request = Request(

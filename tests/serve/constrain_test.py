@@ -12,7 +12,8 @@ from k3jax.serve.api.chat_request import read_chat_request
 from k3jax.serve.api.rules import RULES
 from k3jax.serve.constrain import Constrainer
 from k3jax.serve.grammar import MAX_CALLS, chat_grammar
-from tests.vocabulary import released_tokenizer, small_tokenizer
+from k3jax.serve.grammar_k2 import k2_grammar
+from tests.vocabulary import k2_tokenizer, released_tokenizer, small_tokenizer
 
 TOKENIZER = small_tokenizer()
 CONSTRAINER = Constrainer(TOKENIZER)
@@ -318,3 +319,30 @@ def test_a_token_that_is_not_allowed_is_refused():
     assert not matcher.mask()[TOKENIZER.end_of_msg_id]
     with pytest.raises(ValueError, match='not allowed'):
         matcher.advance(TOKENIZER.end_of_msg_id)
+
+
+def test_models_before_k3_are_constrained_too():
+    tokenizer = k2_tokenizer()
+    constrainer = Constrainer(tokenizer)
+
+    def answers(opened, **fields):
+        grammar = k2_grammar(request(**fields), opened)
+        assert constrainer.fault(grammar) is None
+        for seed in range(4):
+            parser, message = TokenParser(tokenizer, opened), ParsedMessage()
+            for token_id in sample(constrainer, tokenizer, grammar, seed):
+                message.add(parser.feed(token_id))
+            message.add(parser.finish())
+            assert not parser.machine.warnings
+            yield message
+
+    for opened in ('think', 'response'):
+        for kind in ('types', 'any_of', 'refs'):
+            tools = [function('f', SCHEMAS[kind])]
+            for message in answers(opened, tools=tools, tool_choice='required'):
+                assert message.whole_calls
+                for call in message.whole_calls:
+                    jsonschema.validate(json.loads(call.arguments), SCHEMAS[kind])
+        for message in answers(opened, response_format=json_schema(SCHEMAS['ranges'])):
+            jsonschema.validate(json.loads(message.content), SCHEMAS['ranges'])
+    assert k2_grammar(request(), 'think') is None

@@ -103,9 +103,9 @@ class Responder:
     def id(self) -> str:
         return self._base['id']
 
-    def _call_id(self, index: int) -> str:
+    def _call_id(self, index: int, given: str | None) -> str:
         while len(self._call_ids) <= index:
-            self._call_ids.append(f'call_{secrets.token_hex(12)}')
+            self._call_ids.append(given or f'call_{secrets.token_hex(12)}')
         return self._call_ids[index]
 
     def _body(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
@@ -118,9 +118,9 @@ class Responder:
                 return {'reasoning_content': text}
             case Content(text):
                 return {'content': text}
-            case CallStart(index, name):
+            case CallStart(index, name, given):
                 function = {'name': name, 'arguments': ''}
-                call = {'index': index, 'id': self._call_id(index), 'type': 'function'}
+                call = {'index': index, 'id': self._call_id(index, given), 'type': 'function'}
                 return {'tool_calls': [call | {'function': function}]}
             case CallArguments(index, text):
                 return {'tool_calls': [{'index': index, 'function': {'arguments': text}}]}
@@ -163,7 +163,7 @@ class Responder:
             shown['reasoning_content'] = message.reasoning
         calls = [
             {
-                'id': self._call_id(index),
+                'id': self._call_id(index, call.id),
                 'type': 'function',
                 'function': {'name': call.name, 'arguments': call.arguments},
             }
