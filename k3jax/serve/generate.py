@@ -80,7 +80,7 @@ def pieces(prompt: list[int]) -> Iterator[Piece]:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _rows_from(rows: jax.Array, start: jax.Array, count: int) -> jax.Array:
+def rows_from(rows: jax.Array, start: jax.Array, count: int) -> jax.Array:
     """[1, count, D]: rows [N, D] from one on, then zeros."""
     padded = jnp.pad(rows, ((0, count), (0, 0)))
     return jax.lax.dynamic_slice_in_dim(padded, start, count)[None]
@@ -100,7 +100,7 @@ def read_prompt(
         if media_rows is not None:
             real = piece.tokens[0, : piece.num_real[0]]
             if count := int(np.sum(real == model.config.media_placeholder_token_id)):
-                own = _rows_from(media_rows, np.int32(start), piece.tokens.shape[1])
+                own = rows_from(media_rows, np.int32(start), piece.tokens.shape[1])
                 start += count
         logits, cache = _prefill(model, params, piece.tokens, piece.num_real, cache, own)
     return logits, cache

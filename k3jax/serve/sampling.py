@@ -9,48 +9,67 @@ import jax.numpy as jnp
 
 
 class Choice(NamedTuple):
-    """How the next token is taken.
+    """How the next token is taken; each a scalar, or [B], one for each row.
 
     Attributes:
-      temperature: scalar; 0 takes the most likely token.
-      top_p: scalar in (0, 1]; tokens outside the smallest set with this much probability are
-        never taken.
+      temperature: 0 takes the most likely token.
+      top_p: in (0, 1]; tokens outside the smallest set with this much probability are never taken.
       num_ids: ids from here on stand for nothing, and are never taken.
+      top_k: only so many of the likeliest; 0: all.
+      min_p: only tokens with at least this share of the likeliest one's probability.
     """
 
     temperature: jax.Array
     top_p: jax.Array
     num_ids: jax.Array
+    top_k: jax.Array | int = 0
+    min_p: jax.Array | float = 0.0
+
+
+def _of_rows(x: jax.Array | float) -> jax.Array:
+    """A scalar, or [B, 1], to go with [B, Z]."""
+    x = jnp.asarray(x)
+    return x[..., None] if x.ndim else x
 
 
 def _adjusted(logits: jax.Array, choice: Choice) -> jax.Array:
     """Logits [..., Z] of what is drawn from at a temperature above 0; -inf for what is never."""
-    allowed = jnp.arange(logits.shape[-1]) < choice.num_ids
-    scaled = jnp.where(allowed, logits, -jnp.inf) / jnp.maximum(choice.temperature, 1e-6)
+    temperature, top_p, num_ids, top_k, min_p = map(_of_rows, choice)
+    ids = jnp.arange(logits.shape[-1])
+    scaled = jnp.where(ids < num_ids, logits, -jnp.inf) / jnp.maximum(temperature, 1e-6)
 
     def nucleus(scaled: jax.Array) -> jax.Array:
         descending = -jnp.sort(-scaled, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        kept = jnp.cumsum(probs, axis=-1) - probs < choice.top_p
+        kept = jnp.cumsum(probs, axis=-1) - probs < top_p
+        kept &= (ids < top_k) | (top_k == 0)
+        kept &= probs >= min_p * probs[..., :1]
         threshold = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         return jnp.where(scaled >= threshold, scaled, -jnp.inf)
 
-    return jax.lax.cond(choice.top_p < 1.0, nucleus, lambda x: x, scaled)
+    cuts = jnp.any(top_p < 1.0) | jnp.any(top_k > 0) | jnp.any(min_p > 0)
+    return jax.lax.cond(cuts, nucleus, lambda x: x, scaled)
 
 
 def probabilities(logits: jax.Array, choice: Choice) -> jax.Array:
     """What the next token is drawn from, [..., Z] float32; at temperature 0 a single one."""
     adjusted = _adjusted(logits, choice)
     greedy = jax.nn.one_hot(jnp.argmax(adjusted, axis=-1), logits.shape[-1])
-    return jnp.where(choice.temperature > 0.0, jax.nn.softmax(adjusted, axis=-1), greedy)
+    drawn = jax.nn.softmax(adjusted, axis=-1)
+    return jnp.where(_of_rows(choice.temperature) > 0.0, drawn, greedy)
 
 
 def sample(logits: jax.Array, key: jax.Array, choice: Choice) -> jax.Array:
-    """One token a row, [...] int32, of logits [..., Z] float32."""
+    """One token a row, [...] int32, of logits [..., Z] float32.
+
+    key: one, or [B], one for each row.
+    """
     adjusted = _adjusted(logits, choice)
-    drawn = jax.random.categorical(key, adjusted, axis=-1)
     greedy = jnp.argmax(adjusted, axis=-1)
-    return jnp.where(choice.temperature > 0.0, drawn, greedy).astype(jnp.int32)
+    categorical = jax.vmap(jax.random.categorical) if key.ndim else jax.random.categorical
+    is_drawn = choice.temperature > 0.0
+    drawn = jax.lax.cond(jnp.any(is_drawn), lambda: categorical(key, adjusted), lambda: greedy)
+    return jnp.where(is_drawn, drawn, greedy).astype(jnp.int32)
 
 
 def accept(

@@ -1,0 +1,425 @@
+"""Which request gets a slot when: continuous batching over a pool, in a thread of its own.
+
+Between two steps of the running requests one piece of waiting prompts is read, so that a long
+prompt does not stop the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from k3jax.data.images import ImageConfig, Patches
+from k3jax.data.tokenizer import Tokenizer
+from k3jax.model.cache import Cache
+from k3jax.serve.constrain import Constrainer, Matcher
+from k3jax.serve.generate import rows_from
+from k3jax.serve.media import rows_of
+from k3jax.serve.pool import Pool
+from k3jax.serve.request import Finished, Overloaded, Request, Sampling, Token
+from k3jax.serve.rows import Drawn, row_of
+from k3jax.train.eval import check_token_ids
+
+_FAILED = Token(0, finished='error')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How much an engine takes on.
+
+    Attributes:
+      num_slots: requests that are decoded together.
+      max_length: tokens of a prompt and its answer.
+      max_waiting: requests that wait for a slot; more are refused.
+      pieces: sizes in which prompts are read, ascending; each is compiled.
+      lane_sizes: lengths of the caches that prompts are read in, ascending; each is compiled with
+        each piece. The longest is max_length whatever is said here.
+    """
+
+    num_slots: int = 16
+    max_length: int = 4096
+    max_waiting: int = 256
+    pieces: tuple[int, ...] = (32, 512)
+    lane_sizes: tuple[int, ...] = (1024, 8192, 65536)
+
+    def __post_init__(self) -> None:
+        for name in ('num_slots', 'max_length', 'max_waiting'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name}: got {getattr(self, name)}, wanted 1 or more')
+        for name in ('pieces', 'lane_sizes'):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ValueError(f'{name}: got {sizes}, wanted sizes above 0, ascending')
+
+    def lane_size(self, length: int) -> int:
+        """Of the smallest cache that holds a prompt."""
+        fitting = (size for size in self.lane_sizes if length <= size < self.max_length)
+        return next(fitting, self.max_length)
+
+    def piece(self, length: int) -> int:
+        """The smallest that holds `length` tokens, or the largest."""
+        return next((size for size in self.pieces if length <= size), self.pieces[-1])
+
+
+class _Stream:
+    """See `request.Stream`; made in the event loop that reads it."""
+
+    def __init__(self, engine: Engine):
+        self.cached_tokens = 0
+        self.is_cancelled = False
+        self.loop = asyncio.get_running_loop()
+        self._engine, self._tokens = engine, asyncio.Queue()
+
+    def put(self, token: Token) -> None:
+        self._tokens.put_nowait(token)
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        while True:
+            token = await self._tokens.get()
+            yield token
+            if token.finished is not None:
+                return
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._engine.wake()
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """A request on its way.
+
+    Attributes:
+      prompt: with as many media tokens as rows. media: what those are made of, until it is read.
+      position: tokens of the prompt that were read. media_position: media tokens among them.
+      num_drawn: tokens of the answer.
+    """
+
+    request: Request
+    stream: _Stream
+    prompt: list[int]
+    position: int = 0
+    media_position: int = 0
+    num_drawn: int = 0
+    matcher: Matcher | None = None
+    rows: jax.Array | None = None
+    slot: int | None = None
+
+
+@dataclasses.dataclass
+class _Group:
+    """Prompts that are read together, one a lane."""
+
+    jobs: list[_Job]
+    cache: Cache
+
+
+class Engine:
+    """Continues prompts; see `request.Engine`. It is started before the first request.
+
+    Raises:
+      ValueError: slots that the mesh cannot hold, or more tokens than the model has positions for.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        images: ImageConfig | None = None,
+        name: str | None = None,
+    ):
+        """images: how they become patches, in models that see. name: that clients ask for."""
+        model = pool.model.config
+        if (pool.num_slots, pool.size) != (config.num_slots, config.max_length):
+            raise ValueError('pool: wanted one of config.num_slots slots of config.max_length')
+        self.tokenizer, self.max_length = tokenizer, config.max_length
+        self.model_name = name or model.name
+        self._pool, self._config, self._images = pool, config, images
+        self._media_id = model.media_placeholder_token_id if model.vision is not None else None
+        self._num_ids = min(tokenizer.vocab_size, model.vocab_size)
+        self._seeds = np.random.default_rng()
+        self._constrainer: Constrainer | None = None
+        self._wake = threading.Condition()
+        self._waiting: collections.deque[_Job] = collections.deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
+        self._running: dict[int, _Job] = {}
+        self._group: _Group | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all requests as failed, and the thread."""
+        self.wake(closing=True)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wake(self, *, closing: bool = False) -> None:
+        with self._wake:
+            self._closing |= closing
+            self._wake.notify()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, request: Request) -> _Stream:
+        """Queues a request; in the event loop that will read the stream.
+
+        Raises:
+          Overloaded: the queue is full. ValueError: a prompt that the model cannot read.
+        """
+        prompt = self._expanded(request)
+        check_token_ids(prompt, self._pool.model.config.vocab_size, 'prompt')
+        wanted = len(prompt) + request.sampling.max_new_tokens
+        if wanted > self.max_length or request.sampling.max_new_tokens < 1:
+            raise ValueError(
+                f'prompt of {len(prompt)} tokens and {request.sampling.max_new_tokens} new ones: '
+                f'wanted 1 new one or more, and at most {self.max_length} in all'
+            )
+        job = _Job(request, _Stream(self), prompt)
+        with self._wake:
+            if self._closing or len(self._waiting) >= self._config.max_waiting:
+                raise Overloaded(f'{len(self._waiting)} requests wait')
+            self._waiting.append(job)
+            self._wake.notify()
+        return job.stream
+
+    def _expanded(self, request: Request) -> list[int]:
+        """The prompt with as many media tokens as rows; raises ValueError for another number."""
+        prompt, media = list(request.prompt_ids), request.media
+        if self._media_id is None:
+            if media:
+                raise ValueError(f'media: {self._pool.model.config.name} has no vision tower')
+            return prompt
+        counts = iter([_num_rows(patches) for patches in media])
+        pads = prompt.count(self._media_id)
+        if pads != len(media):
+            raise ValueError(f'prompt: got {pads} media tokens, wanted {len(media)}, one an image')
+        return [
+            token for token in prompt for _ in range(next(counts) if token == self._media_id else 1)
+        ]
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closing or self._waiting or self._group or self._running):
+                    self._wake.wait()
+                if self._closing:
+                    break
+            try:
+                self._turn()
+            except Exception:
+                logging.exception('a step of the engine failed; what it had is given up')
+                self._fail_all(self._take_running())
+                self._pool.reset()
+        with self._wake:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        self._fail_all([*self._take_running(), *waiting])
+
+    def _take_running(self) -> list[_Job]:
+        jobs = [*self._running.values(), *(self._group.jobs if self._group else ())]
+        self._running, self._group = {}, None
+        return jobs
+
+    def _fail_all(self, jobs: Iterable[_Job]) -> None:
+        _deliver([(job.stream, _FAILED) for job in jobs])
+
+    def _turn(self) -> None:
+        """One piece of prompts, one step of what runs."""
+        self._drop_cancelled()
+        if self._group is None:
+            self._begin_group()
+        if self._group is not None:
+            self._read_piece(self._group)
+        if self._running:
+            self._decode()
+
+    def _drop_cancelled(self) -> None:
+        self._running = {s: job for s, job in self._running.items() if not job.stream.is_cancelled}
+        with self._wake:
+            kept = [job for job in self._waiting if not job.stream.is_cancelled]
+            self._waiting.clear()
+            self._waiting.extend(kept)
+
+    def _begin_group(self) -> None:
+        free = [slot for slot in range(self._pool.num_slots) if slot not in self._running]
+        jobs = []
+        while len(jobs) < min(self._pool.num_lanes, len(free)):
+            with self._wake:
+                if not self._waiting:
+                    break
+                job = self._waiting.popleft()
+            try:
+                self._prepare(job)
+            except Exception as error:
+                logging.warning('a request cannot be begun: %s', error)
+                self._fail_all([job])
+                continue
+            job.slot = free[len(jobs)]
+            jobs.append(job)
+        if jobs:
+            size = self._config.lane_size(max(len(job.prompt) for job in jobs))
+            self._group = _Group(jobs, self._pool.lanes(size))
+
+    def _prepare(self, job: _Job) -> None:
+        """What a request needs before its prompt is read; its images are looked at once."""
+        request = job.request
+        if request.constraint is not None:
+            self._constrainer = self._constrainer or Constrainer(self.tokenizer)
+            job.matcher = self._constrainer.matcher(request.constraint)
+        if request.media:
+            images = self._images or ImageConfig()
+            pool = self._pool
+            rows = [rows_of(pool.model, pool.params, one, images) for one in request.media]
+            job.rows = jnp.concatenate(rows)
+        job.request = dataclasses.replace(request, media=())
+
+    def _read_piece(self, group: _Group) -> None:
+        """Reads the next piece of each lane's prompt; what is read whole gets its slot."""
+        lanes, jobs = self._pool.num_lanes, group.jobs
+        left = [len(job.prompt) - job.position for job in jobs]
+        size = self._config.piece(max(left))
+        # The cache may be shorter than a piece at its end, whose padding is dropped.
+        tokens, num_real = np.zeros((lanes, size), np.int32), np.zeros(lanes, np.int32)
+        media: list[jax.Array | None] = [None] * lanes
+        for lane, job in enumerate(jobs):
+            own = job.prompt[job.position : job.position + size]
+            tokens[lane, : len(own)], num_real[lane] = own, len(own)
+            if job.rows is not None and self._media_id in own:
+                media[lane] = rows_from(job.rows, np.int32(job.media_position), size)
+                job.media_position += own.count(self._media_id)
+        stacked = None
+        if any(rows is not None for rows in media):
+            blank = jnp.zeros_like(next(rows for rows in media if rows is not None))
+            stacked = jnp.concatenate([blank if rows is None else rows for rows in media])
+        logits, group.cache = self._pool.read(tokens, num_real, group.cache, stacked)
+        unread = []
+        for lane, job in enumerate(jobs):
+            # A lane that is read keeps its place: the others' caches are beside its own.
+            if num_real[lane]:
+                job.position += int(num_real[lane])
+                if job.position == len(job.prompt):
+                    self._admit(job, lane, logits, group.cache)
+                else:
+                    unread.append(job)
+        if not unread or all(job.stream.is_cancelled for job in unread):
+            self._group = None
+
+    def _admit(self, job: _Job, lane: int, logits: jax.Array, cache: Cache) -> None:
+        if job.stream.is_cancelled:
+            return
+        sampling = job.request.sampling
+        seed = sampling.seed
+        if seed is None:
+            seed = int(self._seeds.integers(2**32))
+        vocab_size = self._pool.model.config.vocab_size
+        row = row_of(sampling, seed % 2**32, tuple(job.prompt), self._num_ids, vocab_size)
+        mask = None if job.matcher is None else self._mask_of(job.matcher)
+        drawn = self._pool.admit(cache, logits, lane, job.slot, row, mask)
+        self._running[job.slot] = job
+        self._take([(0, job)], drawn)
+
+    def _mask_of(self, matcher: Matcher) -> np.ndarray:
+        """[words]: those of the model's vocabulary, which may be larger than the tokenizer's."""
+        mask = np.zeros(self._pool.open_mask.shape[1], np.uint32)
+        own = matcher.bitmask()
+        mask[: len(own)] = own
+        return mask
+
+    def _decode(self) -> None:
+        active = np.zeros(self._pool.num_slots, bool)
+        active[list(self._running)] = True
+        mask = None
+        if any(job.matcher for job in self._running.values()):
+            mask = np.full(self._pool.open_mask.shape, 2**32 - 1, np.uint32)
+            for slot, job in self._running.items():
+                if job.matcher:
+                    mask[slot] = self._mask_of(job.matcher)
+        drawn = self._pool.step(active, mask)
+        self._take(list(self._running.items()), drawn)
+
+    def _take(self, jobs: list[tuple[int, _Job]], drawn: Drawn) -> None:
+        """Hands tokens out; jobs: with their places in `drawn`."""
+        wants = any(job.request.sampling.logprobs is not None for _, job in jobs)
+        tokens = np.asarray(drawn.token)
+        tops = jax.device_get(drawn[1:]) if wants else None
+        found = []
+        for place, job in jobs:
+            token, job.num_drawn = int(tokens[place]), job.num_drawn + 1
+            finished = self._finished(job, token)
+            logprob, top = None, ()
+            if job.request.sampling.logprobs is not None:
+                logprobs, ids, best = (x[place] for x in tops)
+                logprob = float(logprobs)
+                count = job.request.sampling.logprobs
+                top = tuple(zip(ids[:count].tolist(), best[:count].tolist(), strict=True))
+            found.append((job.stream, Token(token, logprob, top, finished)))
+            if finished is not None:
+                del self._running[job.slot]
+        _deliver(found)
+
+    def _finished(self, job: _Job, token: int) -> Finished | None:
+        sampling = job.request.sampling
+        if job.matcher is not None:
+            job.matcher.advance(token)
+        if token in sampling.stop_ids or (job.matcher is not None and job.matcher.is_finished):
+            return 'stop'
+        return 'length' if job.num_drawn == sampling.max_new_tokens else None
+
+    def warm_up(self) -> None:
+        """Compiles what is needed for any text; before `start`."""
+        pool, config = self._pool, self._config
+        sizes = sorted({config.lane_size(size) for size in (1, *config.lane_sizes)})
+        for size in sizes:
+            for piece in config.pieces:
+                lanes = pool.lanes(size)
+                tokens = np.zeros((pool.num_lanes, piece), np.int32)
+                num_real = np.ones(pool.num_lanes, np.int32)
+                logits, lanes = pool.read(tokens, num_real, lanes, None)
+            vocab_size = pool.model.config.vocab_size
+            row = row_of(Sampling(), 0, (), self._num_ids, vocab_size)
+            pool.admit(lanes, logits, 0, 0, row, None)
+        jax.block_until_ready(pool.step(np.zeros(pool.num_slots, bool), None))
+        pool.reset()
+
+
+def _num_rows(patches: Patches) -> int:
+    _, rows, columns = patches.grid
+    return rows * columns // 4
+
+
+def _deliver(found: list[tuple[_Stream, Token]]) -> None:
+    """Puts tokens into their streams, in the event loop of each."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Token]]] = {}
+    for stream, token in found:
+        by_loop.setdefault(stream.loop, []).append((stream, token))
+
+    def put(some: list[tuple[_Stream, Token]]) -> None:
+        for stream, token in some:
+            stream.put(token)
+
+    for loop, some in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(put, some)
+        except RuntimeError:  # the loop is closed, and nobody reads
+            for stream, _ in some:
+                stream.is_cancelled = True

@@ -1,0 +1,166 @@
+"""What running requests are on the device, a row of a batch each, and how each draws its tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from k3jax.serve.request import Sampling
+from k3jax.serve.sampling import Choice, sample
+
+NUM_TOP = 20  # tokens that may be reported beside the one taken
+
+
+class Rows(NamedTuple):
+    """Requests by row.
+
+    Attributes:
+      token: [B] int32, the last one drawn. active: [B] bool, whether a row has a request.
+      seed: [B] uint32. count: [B] int32, tokens drawn; with the seed it makes the random numbers,
+        so that they do not depend on the other rows.
+      choice: leaves [B].
+      presence, frequency, repetition: [B] float32, the penalties of `request.Sampling`.
+      wants_top: [B] bool, whether logprobs are reported.
+      drawn: [B, Z] int32, how often each token was. prompt: [B, Z] bool, whether it was given.
+    """
+
+    token: jax.Array
+    active: jax.Array
+    seed: jax.Array
+    count: jax.Array
+    choice: Choice
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    wants_top: jax.Array
+    drawn: jax.Array
+    prompt: jax.Array
+
+
+class Drawn(NamedTuple):
+    """A token of each row.
+
+    Attributes:
+      token: [B] int32.
+      logprob: [B]. top_ids, top_logprobs: [B, NUM_TOP]; all 0 in rows that do not want them.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def no_rows(num_rows: int, vocab_size: int) -> Rows:
+    """Rows without requests."""
+    one = row_of(Sampling(), 0, (), vocab_size, vocab_size)
+    rows = jax.tree.map(lambda x: jnp.tile(x, (num_rows, *[1] * (x.ndim - 1))), one)
+    return rows._replace(active=jnp.zeros(num_rows, bool))
+
+
+def row_of(
+    sampling: Sampling, seed: int, prompt: tuple[int, ...], num_ids: int, vocab_size: int
+) -> Rows:
+    """A single row, before its first token."""
+    given = np.zeros((1, vocab_size), bool)
+    if sampling.repetition_penalty != 1.0:
+        given[0, list(set(prompt))] = True
+
+    def of(value: float, dtype: str) -> np.ndarray:
+        return np.array([value], dtype)
+
+    choice = Choice(
+        of(sampling.temperature, 'float32'),
+        of(sampling.top_p, 'float32'),
+        of(num_ids, 'int32'),
+        of(min(sampling.top_k, vocab_size), 'int32'),
+        of(sampling.min_p, 'float32'),
+    )
+    return Rows(
+        token=of(0, 'int32'),
+        active=of(True, 'bool'),
+        seed=of(seed, 'uint32'),
+        count=of(0, 'int32'),
+        choice=choice,
+        presence=of(sampling.presence_penalty, 'float32'),
+        frequency=of(sampling.frequency_penalty, 'float32'),
+        repetition=of(sampling.repetition_penalty, 'float32'),
+        wants_top=of(sampling.logprobs is not None, 'bool'),
+        drawn=np.zeros((1, vocab_size), np.int32),
+        prompt=given,
+    )
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask of allowed tokens."""
+    return math.ceil(vocab_size / 32)
+
+
+def _penalised(logits: jax.Array, rows: Rows) -> jax.Array:
+    def apply(logits: jax.Array) -> jax.Array:
+        met = rows.prompt | (rows.drawn > 0)
+        factor = jnp.where(met, rows.repetition[:, None], 1.0)
+        logits = jnp.where(logits > 0, logits / factor, logits * factor)
+        logits -= rows.frequency[:, None] * rows.drawn
+        return logits - rows.presence[:, None] * (rows.drawn > 0)
+
+    some = (rows.presence != 0) | (rows.frequency != 0) | (rows.repetition != 1)
+    return lax.cond(jnp.any(some & rows.active), apply, lambda x: x, logits)
+
+
+def _allowed(logits: jax.Array, mask: jax.Array, constrained: jax.Array) -> jax.Array:
+    def apply(logits: jax.Array) -> jax.Array:
+        ids = jnp.arange(logits.shape[-1])
+        bits = mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32) & 1
+        return jnp.where(bits == 1, logits, -jnp.inf)
+
+    return lax.cond(constrained, apply, lambda x: x, logits)
+
+
+def draw(
+    logits: jax.Array, rows: Rows, mask: jax.Array, constrained: jax.Array
+) -> tuple[Drawn, Rows]:
+    """The next token of each row of logits [B, Z] float32, and the rows after it.
+
+    mask: [B, mask_words] uint32, tokens allowed, the first in the lowest bit. constrained: whether
+    it is to be looked at.
+    """
+    adjusted = _allowed(_penalised(logits, rows), mask, constrained)
+
+    keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
+        rows.seed, rows.count
+    )
+    token = sample(adjusted, keys, rows.choice)
+
+    def tops(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        own = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+        best, ids = lax.top_k(logprobs, min(NUM_TOP, logits.shape[-1]))
+        return own, ids, best
+
+    shapes = jax.eval_shape(tops, logits)
+    own, ids, best = lax.cond(
+        jnp.any(rows.wants_top & rows.active),
+        tops,
+        lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        logits,
+    )
+    here = jnp.arange(len(token))
+    after = rows._replace(
+        token=token,
+        count=rows.count + 1,
+        drawn=rows.drawn.at[here, token].add(rows.active.astype(jnp.int32)),
+    )
+    return Drawn(token, own, ids, best), after
+
+
+def put_row(rows: Rows, one: Rows, slot: jax.Array) -> Rows:
+    """`rows` with the single row `one` at `slot`."""
+    return jax.tree.map(
+        lambda old, new: lax.dynamic_update_slice_in_dim(old, new, slot, 0), rows, one
+    )
