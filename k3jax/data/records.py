@@ -200,9 +200,7 @@ def open_records(source: str, config: DataConfig, split: Split) -> Records:
     Raises:
       ValueError: no such folder, no records in it, too few, or a file that is no tar.
     """
-    files = record_files(source)
-    entries = _all_entries(tuple(map(os.fspath, files)), tuple(map(_stamp, files)))
-    records = Records(tuple(files), entries)
+    records = all_records(source)
     if len(records) < config.held_out_every:
         raise ValueError(
             f'data.media.sources: got {source!r} with {len(records)} records, wanted at least '
@@ -212,11 +210,22 @@ def open_records(source: str, config: DataConfig, split: Split) -> Records:
     return records.split(split, config.held_out_every)
 
 
-def record_files(source: str) -> list[epath.Path]:
+def all_records(source: str) -> Records:
+    """The records of a folder or a file, of both sides.
+
+    Raises:
+      ValueError: no such folder, or a file that is no tar.
+    """
+    files = record_files(source)
+    entries = _all_entries(tuple(map(os.fspath, files)), tuple(map(_stamp, files)))
+    return Records(tuple(files), entries)
+
+
+def record_files(source: str, where: str = 'data.media.sources') -> list[epath.Path]:
     """The .jsonl and .tar files under a folder, sorted; or the one file that `source` names.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none; `where` leads the message.
     """
     root = epath.Path(source)
     if root.is_dir():
@@ -225,9 +234,7 @@ def record_files(source: str) -> list[epath.Path]:
         found = [root] if root.exists() else []
     found = [path for path in found if path.suffix in ('.jsonl', '.tar')]
     if not found:
-        raise ValueError(
-            f'data.media.sources: got {source!r}, where no .jsonl or .tar file of records is'
-        )
+        raise ValueError(f'{where}: got {source!r}, where no .jsonl or .tar file of records is')
     return sorted(found, key=os.fspath)
 
 

@@ -343,7 +343,7 @@ class Trainer:
                 values['skipped_steps'] = int(x.skipped)
                 if np.isfinite(x.threshold):
                     values['spike_threshold'] = float(x.threshold)
-            elif x.ndim or name in ('z_loss', 'mtp_loss'):
+            elif name not in ('loss', 'grad_norm', 'targets'):
                 values[name] = np.asarray(x).tolist()
         return values
 
