@@ -7,6 +7,7 @@ import re
 # First match wins; op names carry the Flax module path, the named scopes and the kernels' names.
 SCOPES = (
     ('gather_parameters', re.compile(r'gather_parameters')),
+    ('vision', re.compile(r'vision_tower|mm_projector')),
     ('attn_res', re.compile(r'attn_res')),
     ('kda_mixer', re.compile(r'kda_mixer|/kda_|short_conv')),
     ('mla_mixer', re.compile(r'mla_mixer|/mla_')),

@@ -293,6 +293,8 @@ def mm_projector(params: Params, corners: jax.Array, config: VisionConfig) -> ja
 def media_rows(params: Params, inputs: MediaInputs, config: ModelConfig, run: Run) -> jax.Array:
     """[B, N, D]: what takes the place of the embeddings of media tokens; one row at a time.
 
+    A row without media costs nothing, unless chips share its tokens.
+
     Args:
       params: the model's. inputs: where chips share the tokens of a row, this chip's part of each
         row's patches and of its `merged`; what is returned is whole.
@@ -302,11 +304,18 @@ def media_rows(params: Params, inputs: MediaInputs, config: ModelConfig, run: Ru
     shared = run.parallel is not None and run.parallel.num_shards > 1
     axes = run.parallel.rules.tokens if shared else ()
 
-    def of_row(row: MediaInputs) -> jax.Array:
+    def seen(row: MediaInputs) -> jax.Array:
         arguments = row.pixels, row.media, config.vision, run.dtype, axes
         corners = vision_tower(own['vision_tower'], *arguments)
         rows = mm_projector(own['mm_projector'], corners, config.vision)
         return lax.all_gather(rows, axes, tiled=True) if axes else rows
+
+    def of_row(row: MediaInputs) -> jax.Array:
+        if axes:
+            # The chips of a row would have to agree; they exchange patches inside.
+            return seen(row)
+        unseen = jnp.zeros((len(row.media.merged), config.hidden_size), run.dtype)
+        return lax.cond(jnp.any(row.media.medium > 0), seen, lambda row: unseen, row)
 
     if run.remat != 'none' and len(inputs.pixels) > 1:
         of_row = jax.checkpoint(of_row)
