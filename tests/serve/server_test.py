@@ -11,7 +11,7 @@ from PIL import Image
 
 from k3jax.data.images import ImageConfig
 from k3jax.data.tokenizer import byte_tokenizer
-from tests.asking import ANSWER, HELLO, LIMITS, ask, joined, parts
+from tests.asking import ANSWER, HELLO, LIMITS, ask, joined, parts, wait_until
 from tests.request_lists import ONLY_OPEN, REFUSED, TAKEN
 from tests.scripted_engine import ScriptedEngine, ids_of, running
 
@@ -163,11 +163,13 @@ def test_models_and_health(client, served):
 
 def test_metrics_count(client, served):
     ask(client)
-    text = httpx.get(f'{served.url}/metrics').text
+
+    def shows(line):
+        return line in httpx.get(f'{served.url}/metrics').text
+
+    wait_until(lambda: shows('k3jax_requests_in_flight 0.0'))  # just after the answer
     for name in ('requests_total{route="chat",status="200"}', 'generated_tokens_total'):
-        line = next(x for x in text.splitlines() if x.startswith(f'k3jax_{name}'))
-        assert float(line.split()[-1]) > 0
-    assert 'k3jax_requests_in_flight 0.0' in text
+        assert shows(f'k3jax_{name}') and not shows(f'k3jax_{name} 0.0')
 
 
 @pytest.mark.parametrize('rules', ['open', 'kimi'])
