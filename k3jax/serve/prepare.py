@@ -9,7 +9,7 @@ from typing import NamedTuple
 from k3jax.data.chat import Channel
 from k3jax.data.chat_format import chat_prompt, is_before_k3
 from k3jax.data.conversation import ChatError, PromptTooLong
-from k3jax.data.images import ImageConfig, image_patches, plan_image
+from k3jax.data.images import ImageConfig, plan_image
 from k3jax.serve.api.chat_request import ChatRequest
 from k3jax.serve.api.completion_request import CompletionRequest
 from k3jax.serve.api.errors import ApiError
@@ -85,8 +85,16 @@ class Preparer:
         """
         if asked.images and self._images is None:
             raise ApiError('messages: this model takes no images', param='messages')
-        pictures = [source.decode(self._images) for source in asked.images]
-        sizes = [picture.size for picture in pictures]
+        # By their heads alone: their pixels wait until everything else is known to fit.
+        sizes = [source.size(self._images) for source in asked.images]
+        plans = [plan_image(*size, self._images) for size in sizes]
+        num_seen = sum(plan.num_tokens for plan in plans)
+        if num_seen > self._rules.max_image_tokens:
+            raise ApiError(
+                f'messages: got images of {num_seen} tokens, wanted at most '
+                f'{self._rules.max_image_tokens}',
+                param='messages',
+            )
         try:
             prompt = chat_prompt(
                 self._engine.tokenizer, asked.conversation, sizes, self._engine.max_length
@@ -95,8 +103,7 @@ class Preparer:
             raise self._too_long(None, asked.common.max_tokens) from None
         except ChatError as error:
             raise ApiError(f'messages: {error}', param='messages') from None
-        plans = [plan_image(*size, self._images) for size in sizes]
-        num_tokens = len(prompt.ids) + sum(plan.num_tokens - 1 for plan in plans)
+        num_tokens = len(prompt.ids) + num_seen - len(plans)
         limit = self._new_tokens(num_tokens, asked.common.max_tokens)
         make = k2_grammar if is_before_k3(self._engine.tokenizer) else chat_grammar
         grammar = make(asked, prompt.opened)
@@ -104,7 +111,7 @@ class Preparer:
             self._check_grammar(grammar)
         request = Request(
             prompt_ids=prompt.ids,
-            media=[image_patches(pictures[i], self._images) for i in prompt.images],
+            media=[asked.images[i].patches(self._images) for i in prompt.images],
             sampling=self._sampling(asked.common.sampling, limit, asked.logprobs),
             constraint=grammar,
         )

@@ -149,6 +149,9 @@ def test_required_tools_are_called_and_json_is_json(client):
         assert isinstance(json.loads(call.function.arguments)['n'], int)
     completion = ask(client, response_format={'type': 'json_object'})
     assert isinstance(json.loads(completion.choices[0].message.content), dict)
+    for seed in (1, 2, 3):  # streamed, it is the same
+        options = {'tools': tools, 'tool_choice': 'required', 'seed': seed}
+        assert joined(ask(client, **options, stream=True))[:4] == parts(ask(client, **options))
 
 
 def test_models_and_health(client, served):
