@@ -19,6 +19,7 @@ from k3jax.data.conversation import (
     ImagePart,
     Message,
     Part,
+    PromptTooLong,
     ToolCall,
 )
 from k3jax.data.images import image_prompt
@@ -283,13 +284,28 @@ def render(conversation: Conversation, image_sizes: Sequence[tuple[int, int]] = 
     return Rendered(segments, opened, 3)
 
 
-def encode(tokenizer: Tokenizer, rendered: Rendered) -> Prompt:
-    """Token ids of a prompt, segment by segment."""
+def encode(tokenizer: Tokenizer, rendered: Rendered, max_ids: int | None = None) -> Prompt:
+    """Token ids of a prompt, segment by segment.
+
+    Raises:
+      PromptTooLong: more than `max_ids`; not all of the prompt has been encoded then.
+    """
     ids: list[int] = []
     images: list[int] = []
     for segment in rendered.segments:
-        if segment.text:
-            ids += tokenizer.encode(segment.text, allow_special=segment.is_markup)
+        if segment.is_markup:
+            ids += tokenizer.encode(segment.text, allow_special=True)
+        elif segment.text:
+            for piece in tokenizer.encode_pieces(segment.text):
+                ids += piece.tolist()
+                check_length(len(ids), max_ids)
         if segment.image is not None:
             images.append(segment.image)
+    check_length(len(ids), max_ids)
     return Prompt(ids, tuple(images), rendered.opened, rendered.num_unbilled)
+
+
+def check_length(num_ids: int, max_ids: int | None) -> None:
+    """Raises PromptTooLong for more than `max_ids`."""
+    if max_ids is not None and num_ids > max_ids:
+        raise PromptTooLong(f'got more than {max_ids} tokens')

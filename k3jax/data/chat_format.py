@@ -18,6 +18,7 @@ def chat_prompt(
     tokenizer: Tokenizer,
     conversation: Conversation,
     image_sizes: Sequence[tuple[int, int]] = (),
+    max_ids: int | None = None,
 ) -> chat.Prompt:
     """The prompt of a conversation in the format of the tokenizer's model.
 
@@ -25,7 +26,7 @@ def chat_prompt(
       image_sizes: (width, height) of each image's file, by its index.
 
     Raises:
-      ChatError: a conversation that has no prompt.
+      ChatError: a conversation that has no prompt. PromptTooLong: more than `max_ids` tokens.
     """
     render = chat_k2.render if is_before_k3(tokenizer) else chat.render
-    return chat.encode(tokenizer, render(conversation, image_sizes))
+    return chat.encode(tokenizer, render(conversation, image_sizes), max_ids)

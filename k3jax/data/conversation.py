@@ -13,6 +13,10 @@ class ChatError(ValueError):
     """A conversation that has no prompt; the message says which part of it and why."""
 
 
+class PromptTooLong(ChatError):
+    """A prompt with more tokens than it may have."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ImagePart:
     """An image at this place of a message; `index` counts the conversation's images from 0."""

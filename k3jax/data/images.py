@@ -150,6 +150,15 @@ def _opened(data: bytes, name: str, config: ImageConfig) -> Image.Image:
     return image
 
 
+def image_size(data: bytes, name: str, config: ImageConfig) -> tuple[int, int]:
+    """(width, height) of an image file by its head, as `read_image` will have it.
+
+    Raises:
+      ImageError: empty, no image, or beyond a limit; names the file.
+    """
+    return _opened(data, name, config).size
+
+
 def _eight_bits(image: Image.Image) -> Image.Image:
     """An image of 16 bits a channel, or of numbers, as gray of 8: its highest bits."""
     if image.mode not in ('I;16', 'I;16B', 'I;16L', 'I', 'F'):

@@ -160,15 +160,20 @@ class Tokenizer:
             special_tokens=self.special_tokens,
         )
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """[T] int32 ids of `text` as ordinary text; the fast path for data."""
+    def encode_pieces(self, text: str) -> Iterator[np.ndarray]:
+        """[t] int32 ids of `text` as ordinary text, some hundred thousand characters at a time."""
         text = _without_surrogates(text)
         if self._byte_ids is not None:
-            return self._byte_ids[np.frombuffer(text.encode('utf-8'), np.uint8)]
-        pieces = [
-            self._encoding.encode_to_numpy(chunk, disallowed_special=()) for chunk in _chunks(text)
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *pieces]).astype(np.int32)
+            yield self._byte_ids[np.frombuffer(text.encode('utf-8'), np.uint8)]
+            return
+        for chunk in _chunks(text):
+            ids = self._encoding.encode_to_numpy(chunk, disallowed_special=())
+            yield ids.astype(np.int32)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """[T] int32 ids of `text` as ordinary text; the fast path for data."""
+        pieces = list(self.encode_pieces(text))
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int32), *pieces])
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Ids of `text`.

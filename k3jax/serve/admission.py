@@ -10,6 +10,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
+from etils import epath
+
 from k3jax.serve.api.errors import ApiError, overloaded
 
 
@@ -38,6 +40,19 @@ class Limits:
             if value < 0 or (value == 0 and not may_be_0):
                 wanted = '0 or more' if may_be_0 else 'more than 0'
                 raise ValueError(f'--{field.name}: got {value}, wanted {wanted}')
+
+
+def read_keys(path: epath.PathLike) -> tuple[str, ...]:
+    """The keys of a file, one a line; empty lines and those that start with # are left out.
+
+    Raises:
+      ValueError: there is none in it, so that a mistake never opens a server to anybody.
+    """
+    lines = (line.strip() for line in epath.Path(path).read_text().splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith('#'))
+    if not keys:
+        raise ValueError('--api_keys_file: got no key, wanted one a line')
+    return keys
 
 
 class Keys:

@@ -39,6 +39,7 @@ from k3jax.serve.wire import (
     unless_gone,
 )
 
+_SEND_TIMEOUT_S = 30.0  # beyond the time that a request may take
 _NUM_PREPARING = 2  # requests whose images and prompts are worked on at once
 
 
@@ -91,6 +92,8 @@ class Exchange:
             self._metrics.cancelled.inc()
         except ApiError as refused:
             error = refused
+        except TimeoutError:
+            error = ApiError('The client is too slow', status=408, code='request_timeout')
         except Overloaded:
             error = overloaded('The queue of requests is full')
         except Exception:
@@ -111,7 +114,9 @@ class Exchange:
             limits = self._limits
             data = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
             work = self._work(data, send, started, is_chat=is_chat)
-            await unless_gone(receive, work)
+            # Answers are cut off in time; this is for a client that does not take what it is sent.
+            async with asyncio.timeout(limits.request_timeout_s + _SEND_TIMEOUT_S):
+                await unless_gone(receive, work)
 
     async def _work(self, data: bytes, send: Send, started: float, *, is_chat: bool) -> None:
         async with self._preparing:

@@ -76,6 +76,7 @@ def build_app(
     limits: Limits | None = None,
     api_keys: Sequence[str] = (),
     images: ImageConfig | None = None,
+    constrainer: Constrainer | None = None,
 ) -> Starlette:
     """The server as an ASGI application; `app.state.exchange` is what answers.
 
@@ -83,9 +84,10 @@ def build_app(
 
     Args:
       images: None for a model that takes none.
+      constrainer: the engine's, if it has one already; it takes a second to make.
     """
     limits, metrics = limits or Limits(), ServerMetrics()
-    preparer = Preparer(engine, rules, images, Constrainer(engine.tokenizer))
+    preparer = Preparer(engine, rules, images, constrainer or Constrainer(engine.tokenizer))
     exchange = Exchange(engine, rules, limits, Keys(api_keys), preparer, metrics)
     created, page = int(time.time()), _PAGE.read_bytes()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from k3jax.serve.admission import Keys, Limits, Rate, Slots
+from k3jax.serve.admission import Keys, Limits, Rate, Slots, read_keys
 from k3jax.serve.api.errors import ApiError
 
 
@@ -16,6 +16,15 @@ def test_keys():
             keys.check(header)
         assert caught.value.status == 401
     assert 'one' not in repr(vars(keys))
+
+
+def test_a_file_of_keys(tmp_path):
+    path = tmp_path / 'keys'
+    path.write_text('# ours\n one \n\ntwo\n')
+    assert read_keys(path) == ('one', 'two')
+    path.write_text('# none yet\n\n')
+    with pytest.raises(ValueError, match='--api_keys_file: got no key'):
+        read_keys(path)
 
 
 def test_a_bucket_refills_steadily():

@@ -52,7 +52,7 @@ SHOWN = 'document.querySelector("#log article.assistant:last-child {}")?.textCon
 def test_the_page(served, browser):
     page, engine = browser, served.engine
     page.open(served.url)
-    assert page.wait_for('document.getElementById("model").textContent') == 'tiny'
+    page.wait_for('document.getElementById("model").textContent === "tiny"')
 
     ask(page, 'Hi <i>there</i>')
     page.wait_for('document.querySelector("#log .note")?.textContent.endsWith("tokens")')

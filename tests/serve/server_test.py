@@ -1,10 +1,8 @@
-"""A running server, asked by OpenAI's own client: answers, streams, limits and errors."""
+"""A running server, asked by OpenAI's own client: answers and streams."""
 
 import base64
 import io
 import json
-import threading
-import time
 
 import httpx
 import openai
@@ -13,20 +11,11 @@ from PIL import Image
 
 from k3jax.data.images import ImageConfig
 from k3jax.data.tokenizer import byte_tokenizer
-from k3jax.serve.admission import Limits
+from tests.asking import ANSWER, HELLO, LIMITS, ask, joined, parts, wait_until
 from tests.request_lists import ONLY_OPEN, REFUSED, TAKEN
 from tests.scripted_engine import ScriptedEngine, ids_of, running
 
 TOKENIZER = byte_tokenizer()
-ANSWER = (
-    'Thinking — 中.«/think»«response»Hello, 🚀 world«/response»«tools»'
-    '«call tool="f" index="1"»«argument key="s" type="string"»a "b"«/argument»'
-    '«argument key="n" type="number"»1e3«/argument»«/call»'
-    '«call tool="g" index="2"»«/call»«/tools»«/message»¶'
-)
-HELLO = [{'role': 'user', 'content': 'Hello'}]
-LIMITS = Limits(max_body_bytes=100_000, body_timeout_s=5.0, max_concurrent=8, drain_timeout_s=1.0)
-SECRET = 'sk-very-secret'
 
 
 @pytest.fixture(scope='module')
@@ -42,35 +31,6 @@ def client(served):
     engine.cached_tokens = 0
     with openai.OpenAI(base_url=f'{served.url}/v1', api_key='any', max_retries=0) as found:
         yield found
-
-
-def ask(client, **options):
-    return client.chat.completions.create(**{'model': 'tiny', 'messages': HELLO, **options})
-
-
-def joined(stream):
-    """(reasoning, content, [(name, arguments)], finish reason, usage) of a stream's chunks."""
-    reasoning = content = ''
-    calls, reason, usage = [], None, None
-    for chunk in stream:
-        choice = chunk.choices[0]
-        reasoning += getattr(choice.delta, 'reasoning_content', None) or ''
-        content += choice.delta.content or ''
-        for call in choice.delta.tool_calls or ():
-            if call.index == len(calls):
-                assert call.id.startswith('call_') and call.type == 'function'
-                calls.append([call.function.name, ''])
-            calls[call.index][1] += call.function.arguments
-        reason = choice.finish_reason or reason
-        usage = choice.model_extra.get('usage') or usage
-    return reasoning, content, [tuple(call) for call in calls], reason, usage
-
-
-def parts(completion):
-    choice = completion.choices[0]
-    calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
-    reasoning = getattr(choice.message, 'reasoning_content', '')
-    return reasoning, choice.message.content, calls, choice.finish_reason
 
 
 def test_an_answer_has_its_parts(client):
@@ -189,6 +149,9 @@ def test_required_tools_are_called_and_json_is_json(client):
         assert isinstance(json.loads(call.function.arguments)['n'], int)
     completion = ask(client, response_format={'type': 'json_object'})
     assert isinstance(json.loads(completion.choices[0].message.content), dict)
+    for seed in (1, 2, 3):  # streamed, it is the same
+        options = {'tools': tools, 'tool_choice': 'required', 'seed': seed}
+        assert joined(ask(client, **options, stream=True))[:4] == parts(ask(client, **options))
 
 
 def test_models_and_health(client, served):
@@ -203,84 +166,32 @@ def test_models_and_health(client, served):
 
 def test_metrics_count(client, served):
     ask(client)
-    text = httpx.get(f'{served.url}/metrics').text
+
+    def shows(line):
+        return line in httpx.get(f'{served.url}/metrics').text
+
+    wait_until(lambda: shows('k3jax_requests_in_flight 0.0'))  # just after the answer
     for name in ('requests_total{route="chat",status="200"}', 'generated_tokens_total'):
-        line = next(x for x in text.splitlines() if x.startswith(f'k3jax_{name}'))
-        assert float(line.split()[-1]) > 0
-    assert 'k3jax_requests_in_flight 0.0' in text
-
-
-def post(served, content, path='/v1/chat/completions', **options):
-    return httpx.post(f'{served.url}{path}', content=content, timeout=20, **options)
-
-
-BAD_BODIES = {
-    'invalid_utf8': (b'{"messages": "\xff"}', 400, 'not UTF-8'),
-    'not_json': (b'{', 400, 'not JSON'),
-    'nan': (b'{"temperature": NaN}', 400, 'not JSON'),
-    'no_object': (b'[]', 400, 'wanted an object'),
-    'deep': (b'{"a":' * 50_00 + b'1' + b'}' * 50_00, 400, 'nested deeper'),
-    'rather_deep': (b'{"metadata":' + b'[' * 200 + b']' * 200 + b'}', 400, 'nested deeper'),
-    'long_number': (b'{"seed":' + b'9' * 6000 + b'}', 400, 'not JSON'),
-    'unknown_field': (b'{"mesages": []}', 400, 'did you mean messages'),
-    'empty': (b'', 400, 'not JSON'),
-    'surrogates': (b'{"messages": [{"role": "\\ud800"}]}', 400, 'role'),
-    'too_large': (b' ' * 100_001, 413, 'at most 100000 bytes'),
-}
-
-
-@pytest.mark.parametrize('kind', BAD_BODIES)
-@pytest.mark.parametrize('stream', [False, True])
-def test_bad_bodies_are_refused_before_the_first_event(served, kind, stream):
-    body, status, message = BAD_BODIES[kind]
-    response = post(served, body.replace(b'{', b'{"stream": true, ', stream))
-    if status == 400 and kind in ('empty', 'no_object') and stream:
-        return
-    assert response.status_code == status
-    assert response.headers['content-type'] == 'application/json'
-    error = response.json()['error']
-    assert error['type'] == 'invalid_request_error'
-    assert message in error['message']
-
-
-def test_a_body_of_100_megabytes_is_refused_while_it_comes(served, client):
-    def pieces():
-        for _ in range(100):
-            yield b' ' * 2**20
-
-    try:
-        response = post(served, pieces())  # without a length
-        assert response.status_code == 413
-    except httpx.TransportError:
-        pass  # it was told while it was still sending
-    assert ask(client).choices
-
-
-def test_a_prompt_over_the_window_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match='wanted at most 4096 together') as caught:
-        ask(client, messages=[{'role': 'user', 'content': 'x' * 5000}])
-    assert caught.value.code == 'context_length_exceeded'
-    with pytest.raises(openai.BadRequestError, match='wanted at most 4096 together'):
-        ask(client, max_tokens=4000, stream=True)
+        assert shows(f'k3jax_{name}') and not shows(f'k3jax_{name} 0.0')
 
 
 @pytest.mark.parametrize('rules', ['open', 'kimi'])
 def test_what_is_taken_and_what_is_refused(rules):
     engine = ScriptedEngine(lambda _: ids_of(ANSWER))
     taken = TAKEN + ONLY_OPEN * (rules == 'open')
-    refused = [fields for fields, _ in REFUSED] + ONLY_OPEN * (rules == 'kimi')
+    refused = [body for body, _ in REFUSED] + ONLY_OPEN * (rules == 'kimi')
     with (
         running(engine, rules, limits=LIMITS) as served,
         openai.OpenAI(base_url=f'{served.url}/v1', api_key='any', max_retries=0) as client,
     ):
-        for fields in taken:
+        for body in taken:
             raw = client.chat.completions.with_raw_response
-            response = raw.create(model='tiny', messages=HELLO, extra_body=fields)
-            assert response.status_code == 200, fields
-        for fields in refused:
+            response = raw.create(model='tiny', messages=HELLO, extra_body=body)
+            assert response.status_code == 200, body
+        for body in refused:
             num_asked = len(engine.requests)
             with pytest.raises(openai.BadRequestError) as caught:
-                ask(client, extra_body={'stream': 'stream_options' not in fields} | fields)
+                ask(client, extra_body={'stream': 'stream_options' not in body} | body)
             assert caught.value.type == 'invalid_request_error'
             assert len(engine.requests) == num_asked
 
@@ -288,78 +199,6 @@ def test_what_is_taken_and_what_is_refused(rules):
 def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError, match='other'):
         ask(client, model='other')
-
-
-def test_unknown_routes_and_methods_have_json_bodies(served):
-    for response in (
-        httpx.get(f'{served.url}/v2'),
-        httpx.get(f'{served.url}/v1/chat/completions'),
-        httpx.get(f'{served.url}/../etc/passwd'),
-    ):
-        assert response.status_code in (404, 405)
-        assert response.json()['error']['type'] == 'invalid_request_error'
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_an_engine_that_fails_is_said_without_a_reason(served, client, stream):
-    served.engine.script = lambda _: [97, -1]
-    with pytest.raises(openai.APIError, match='failed to answer'):
-        made = ask(client, stream=stream)
-        list(made)
-
-    def broken(_):
-        raise RuntimeError('/secret/path')
-
-    served.engine.script = broken
-    with pytest.raises(openai.APIError) as caught:
-        list(ask(client, stream=stream))
-    assert 'secret' not in str(caught.value)
-    served.engine.script = lambda _: ids_of(ANSWER)
-    assert ask(client).choices
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_a_client_that_leaves_frees_the_engine(served, stream):
-    engine = served.engine
-    engine.script, engine.delay_s = (lambda _: [97] * 4000), 0.01
-    before = len(engine.streams)
-    body = {'messages': HELLO, 'stream': stream, 'thinking': {'type': 'disabled'}}
-    with (
-        pytest.raises(httpx.ReadTimeout),
-        httpx.Client(timeout=httpx.Timeout(5, read=0.3)) as client,
-        client.stream('POST', f'{served.url}/v1/chat/completions', json=body) as response,
-    ):
-        for number, _ in enumerate(response.iter_lines()):
-            if number == 3:
-                raise httpx.ReadTimeout('enough')
-    wait_until(lambda: len(engine.streams) > before and engine.streams[-1].is_cancelled)
-    wait_until(lambda: served.app.state.exchange.slots.num_taken == 0)
-
-
-def test_an_overloaded_server_says_so_at_once(served, client):
-    served.engine.max_running = 0
-    with pytest.raises(openai.RateLimitError):
-        ask(client)
-    served.engine.max_running, served.engine.delay_s = 1000, 0.02
-    served.engine.script = lambda _: [97] * 4000
-    streams = [ask(client, stream=True) for _ in range(8)]
-    for stream in streams:
-        next(iter(stream))
-    start = time.monotonic()
-    with pytest.raises(openai.RateLimitError) as caught:
-        ask(client)
-    assert time.monotonic() - start < 1
-    assert caught.value.response.headers['retry-after'] == '1'
-    for stream in streams:
-        stream.close()
-    wait_until(lambda: served.app.state.exchange.slots.num_taken == 0)
 
 
 def test_images_become_patches(served, client):
@@ -394,52 +233,3 @@ def test_images_become_patches(served, client):
             bad = [{'role': 'user', 'content': [{'type': 'image_url', 'image_url': url}]}]
             with pytest.raises(openai.BadRequestError, match=message):
                 ask(seeing, messages=bad, stream=True)
-
-
-def test_keys_rates_and_time():
-    limits = Limits(requests_per_minute=3, request_timeout_s=0.3, drain_timeout_s=1.0)
-    engine = ScriptedEngine(lambda _: [97] * 4000)
-    engine.delay_s = 0.05
-    with running(engine, limits=limits, api_keys=[SECRET, 'other']) as served:
-
-        def client(key):
-            return openai.OpenAI(base_url=f'{served.url}/v1', api_key=key, max_retries=0)
-
-        for key in ('wrong', SECRET[:-1], f'{SECRET}x'):
-            with client(key) as wrong, pytest.raises(openai.AuthenticationError) as caught:
-                ask(wrong)
-            assert SECRET not in str(caught.value.response.text)
-        for path in ('/v1/models', '/metrics'):
-            assert httpx.get(f'{served.url}{path}').status_code == 401
-        assert httpx.get(f'{served.url}/health').status_code == 200
-        with client(SECRET) as known:
-            start = time.monotonic()
-            completion = ask(known)  # cut off by time
-            assert completion.choices[0].finish_reason == 'length'
-            assert 0.2 < time.monotonic() - start < 3
-            ask(known, max_tokens=1)
-            ask(known, max_tokens=1)
-            with pytest.raises(openai.RateLimitError, match='3 requests a minute'):
-                ask(known, max_tokens=1)
-        with client('other') as other:
-            assert ask(other, max_tokens=1).choices
-
-
-def test_a_server_that_stops_lets_requests_end():
-    engine = ScriptedEngine(lambda _: ids_of(ANSWER))
-    engine.delay_s = 0.005
-    limits = Limits(drain_timeout_s=10.0)
-    with running(engine, limits=limits) as served:
-        found = []
-
-        def work():
-            with openai.OpenAI(base_url=f'{served.url}/v1', api_key='x', max_retries=0) as client:
-                found.append(joined(ask(client, stream=True)))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        wait_until(lambda: engine.num_running)
-        served.server.handle_exit(15, None)
-        assert served.app.state.exchange.slots.draining
-        thread.join(20)
-    assert found[0][1] == 'Hello, 🚀 world'

@@ -12,6 +12,8 @@ from k3jax.serve.api.errors import ApiError
 
 _NAMES = {str: 'a string', bool: 'a boolean', dict: 'an object', list: 'an array'}
 MAX_DEPTH = 128  # of arrays and objects in a body
+# Values in a body, about: each takes far more memory than its bytes.
+MAX_VALUES = 4_000_000
 
 
 def show(value: Any) -> str:
@@ -36,8 +38,11 @@ def parse_body(data: bytes) -> dict[str, Any]:
     """The JSON object of a request's body.
 
     Raises:
-      ApiError: not UTF-8, not JSON, not an object, or nested deeper than `MAX_DEPTH`.
+      ApiError: not UTF-8, not JSON, not an object, nested deeper than `MAX_DEPTH`, or with more
+        values than `MAX_VALUES`.
     """
+    if sum(map(data.count, (b'[', b'{', b','))) > MAX_VALUES:
+        raise ApiError(f'body: got more than {MAX_VALUES} values')
     try:
         body = json.loads(data.decode('utf-8'), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

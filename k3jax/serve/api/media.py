@@ -6,14 +6,21 @@ import base64
 import binascii
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from PIL import Image
-
-from k3jax.data.images import ImageConfig, ImageError, read_image
+from k3jax.data.images import (
+    ImageConfig,
+    ImageError,
+    Patches,
+    image_patches,
+    image_size,
+    read_image,
+)
 from k3jax.serve.api.errors import ApiError
 from k3jax.serve.api.rules import Rules
 
+Result = TypeVar('Result')
 _DATA_URL = re.compile(r'data:image/[a-z0-9.+-]{1,20};base64,', re.IGNORECASE)
 _KINDS = (b'\x89PNG\r\n\x1a\n', b'\xff\xd8\xff', b'GIF87a', b'GIF89a')
 
@@ -30,11 +37,11 @@ class ImageSource:
         """Of the file, as its base64 tells; not less than there are."""
         return len(self.url) * 3 // 4
 
-    def decode(self, config: ImageConfig) -> Image.Image:
-        """The image.
+    def data(self) -> bytes:
+        """The file.
 
         Raises:
-          ApiError: it is not base64, or no png, jpeg, webp or gif, or damaged, or too large.
+          ApiError: it is not base64, or no png, jpeg, webp or gif.
         """
         try:
             data = base64.b64decode(self.url.split(',', 1)[1], validate=True)
@@ -45,8 +52,29 @@ class ImageSource:
             raise ApiError(
                 f'{self.param}: not an image of type png, jpeg, webp or gif', param=self.param
             )
+        return data
+
+    def size(self, config: ImageConfig) -> tuple[int, int]:
+        """(width, height), without reading its pixels.
+
+        Raises:
+          ApiError: as `data`, or it is damaged or too large.
+        """
+        return self._read(image_size, config)
+
+    def patches(self, config: ImageConfig) -> Patches:
+        """What the model sees of it.
+
+        Raises:
+          ApiError: as `size`.
+        """
+        return image_patches(self._read(read_image, config), config)
+
+    def _read(
+        self, read: Callable[[bytes, str, ImageConfig], Result], config: ImageConfig
+    ) -> Result:
         try:
-            return read_image(data, self.param, config)
+            return read(self.data(), self.param, config)
         except ImageError as error:
             raise ApiError(str(error), param=self.param) from None
 

@@ -30,6 +30,7 @@ class Rules:
     default_max_tokens: int = 131_072
     max_images: int = 16
     max_image_bytes: int = 128 * 2**20  # of all images of a request, as files
+    max_image_tokens: int = 4 * 16_800  # of all images of a request: 600 MiB of patches
     default_effort: str | None = 'max'
 
 
