@@ -287,8 +287,7 @@ class Engine:
             self._constrainer = self._constrainer or Constrainer(self.tokenizer)
             job.matcher = self._constrainer.matcher(request.constraint)
         if request.media:
-            images = self._images or ImageConfig()
-            pool = self._pool
+            pool, images = self._pool, self._images or ImageConfig()
             rows = [rows_of(pool.model, pool.params, one, images) for one in request.media]
             job.rows = jnp.concatenate(rows)
         job.request = dataclasses.replace(request, media=())
@@ -386,17 +385,23 @@ class Engine:
         return 'length' if job.num_drawn == sampling.max_new_tokens else None
 
     def warm_up(self) -> None:
-        """Compiles what is needed for any text; before `start`."""
-        pool, config = self._pool, self._config
-        sizes = sorted({config.lane_size(size) for size in (1, *config.lane_sizes)})
-        for size in sizes:
+        """Compiles what is needed for texts and small images; before `start`."""
+        pool, config, model = self._pool, self._config, self._pool.model.config
+        seen = None
+        if self._media_id is not None:
+            images = self._images or ImageConfig(patch_size=model.vision.patch_size)
+            blank = np.zeros((4, 3, *[model.vision.patch_size] * 2), np.uint8)
+            seen = rows_of(pool.model, pool.params, Patches(blank, (1, 2, 2)), images)
+        for size in sorted({config.lane_size(size) for size in (1, *config.lane_sizes)}):
             for piece in config.pieces:
                 lanes = pool.lanes(size)
                 tokens = np.zeros((pool.num_lanes, piece), np.int32)
                 num_real = np.ones(pool.num_lanes, np.int32)
                 logits, lanes = pool.read(tokens, num_real, lanes, None)
-            vocab_size = pool.model.config.vocab_size
-            row = row_of(Sampling(), 0, (), self._num_ids, vocab_size)
+                if seen is not None:
+                    media = jnp.concatenate([rows_from(seen, np.int32(0), piece)] * pool.num_lanes)
+                    logits, lanes = pool.read(tokens, num_real, lanes, media)
+            row = row_of(Sampling(), 0, (), self._num_ids, model.vocab_size)
             pool.admit(lanes, logits, 0, 0, row, None)
         jax.block_until_ready(pool.step(np.zeros(pool.num_slots, bool), None))
         pool.reset()

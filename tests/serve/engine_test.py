@@ -231,6 +231,15 @@ def test_after_a_failed_step_the_next_requests_are_answered(engine, params, monk
     assert ids(answers(engine, request(prompt_of(6)))[0]) == alone(params, prompt_of(6))
 
 
+def test_warming_up_leaves_an_engine_that_answers(params):
+    pool = Pool(MODEL, params, CONFIG.num_slots, CONFIG.max_length, None)
+    engine = Engine(pool, TOKENIZER, CONFIG, images=ImageConfig(patch_size=2))
+    engine.warm_up()
+    engine.start()
+    assert ids(answers(engine, request(prompt_of(9)))[0]) == alone(params, prompt_of(9))
+    engine.close()
+
+
 def test_closing_ends_what_runs(params):
     pool = Pool(MODEL, params, CONFIG.num_slots, CONFIG.max_length, None)
     engine = Engine(pool, TOKENIZER, CONFIG)
