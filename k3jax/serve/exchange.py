@@ -122,7 +122,10 @@ class Exchange:
         async with self._preparing:
             asked, prepared = await asyncio.to_thread(self._prepared, data, is_chat)
         del data
-        stream = self._engine.submit(prepared.request)
+        try:
+            stream = self._engine.submit(prepared.request)
+        except ValueError as error:  # such as a media token among the ids of a plain prompt
+            raise ApiError(str(error)) from None
         # What is left of it may be large, and the engine has what it needs.
         prepared = prepared._replace(request=None)
         try:

@@ -133,7 +133,7 @@ def build_app(
 
 
 class _Server(uvicorn.Server):
-    """Refuses new requests from the first signal on, and lets those it has go on."""
+    """At a signal refuses new requests and lets running ones go on; a second one ends those."""
 
     def __init__(self, config: uvicorn.Config, exchange: Exchange):
         super().__init__(config)
@@ -141,7 +141,10 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._exchange.slots.draining = True
-        super().handle_exit(sig, frame)
+        # Not super(): that would raise the signal again at the end, and the caller cannot clean up.
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
 
 
 def make_server(app: Starlette, host: str, port: int, limits: Limits) -> uvicorn.Server:
