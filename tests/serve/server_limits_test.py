@@ -211,8 +211,11 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
     engine.max_length = 200_000
     limits = Limits(request_timeout_s=1.0, drain_timeout_s=1.0)
     with running(engine, limits=limits) as served, socket.socket() as client:
+        # Small buffers, so that what is not read soon stops the server.
+        listening = served.server.servers[0].sockets[0]
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(served.server.servers[0].sockets[0].getsockname())
+        client.connect(listening.getsockname())
         body = json.dumps({'messages': HELLO, 'stream': True}).encode()
         head = (
             f'POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n'
