@@ -38,11 +38,14 @@ _PLOT = flags.DEFINE_string('plot', None, 'PNG to draw.')
 
 def _lengths() -> list[int]:
     try:
-        return [int(length) for length in _LENGTHS.value]
+        lengths = [int(length) for length in _LENGTHS.value]
     except ValueError:
+        lengths = []
+    if not lengths:
         raise ValueError(
             f'--lengths: got {",".join(_LENGTHS.value)!r}, wanted whole numbers such as 128,1024'
-        ) from None
+        )
+    return lengths
 
 
 def _check_folders() -> None:

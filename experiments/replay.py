@@ -49,6 +49,11 @@ def main(argv: list[str]) -> int:
                 print(_line(made), flush=True)
     if jax.process_index() > 0:
         return int(differ > 0)
+    if differ:
+        print(
+            'wanted the same bits. They need the same kind and number of chips, the same software, '
+            'and the config that those steps ran with: run_config.json is that of the last command'
+        )
     for row in made.rows[:_SHOWN_ROWS]:
         text = ' | '.join(row['text'])[:_SHOWN_CHARACTERS]
         print(f'row {row["row"]}: {row["loss"]:.4f} nats a token: {text!r}')

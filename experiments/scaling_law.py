@@ -46,8 +46,14 @@ def _size(config: Config) -> tuple[int, float]:
 
 
 def _read(folder: epath.Path) -> Result:
-    fields = json.loads((folder / _RESULT).read_text())
-    return Result(**(fields | {'point': Point(**fields['point'])}))
+    path = folder / _RESULT
+    try:
+        fields = json.loads(path.read_text())
+        return Result(**(fields | {'point': Point(**fields['point'])}))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f'{path}: not a result of a run ({error}); remove it, and the run is made again'
+        ) from None
 
 
 def _train(point: Point, folder: epath.Path) -> Result | None:

@@ -106,9 +106,11 @@ def deduplicate(
       their size.
 
     Raises:
-      ValueError: nothing to read, a corrupt line, or a source that changes meanwhile.
+      ValueError: nothing to read, a corrupt line, a source that changes meanwhile, no threshold.
       OSError: target is there, or cannot be written; nothing is left of it then.
     """
+    if not threshold > 0:
+        raise ValueError(f'--threshold: got {threshold}, wanted a number above 0')
     folder = epath.Path(target)
     if folder.exists():
         raise OSError(f'--target: {target} is there already; name another folder')

@@ -62,7 +62,7 @@ class Needles:
     @classmethod
     def of(cls, config: DataConfig, tokenizer: Tokenizer, split: sources.Split) -> Needles:
         """Raises ValueError where facts and question do not fit, or the text is unusable."""
-        documents = sources.open_documents(config.needles.text, config, split)
+        documents = sources.open_documents(config.needles.text, config, split, 'data.needles.text')
         needles = cls(config, tokenizer, split, documents)
         keys = _KEYS[: config.needles.facts]
         facts, question, _ = needles._parts(np.random.default_rng(0), keys)

@@ -90,7 +90,9 @@ class Documents:
         return dataclasses.replace(self, table=np.repeat(self.table, repeats, axis=0))
 
 
-def open_documents(source: str, config: config_lib.DataConfig, split: Split) -> Documents:
+def open_documents(
+    source: str, config: config_lib.DataConfig, split: Split, where: str = 'data.source'
+) -> Documents:
     """The documents of a source on one side of the split.
 
     A document above `max_document_bytes` is cut into pieces; a long one is there for training as
@@ -98,13 +100,14 @@ def open_documents(source: str, config: config_lib.DataConfig, split: Split) -> 
     `held_out_every`, such as one long file, is cut so that there are enough pieces to hold one out.
 
     Raises:
-      ValueError: no such folder, no text in it, too little text, or a line that is not a document.
+      ValueError: no such folder, no text in it, too little text, or a line that is not a document;
+        `where`, a field of the config, leads the message.
     """
-    files = _stdlib_files() if source == PYTHON_STDLIB else folder_files(source)
+    files = _stdlib_files() if source == PYTHON_STDLIB else folder_files(source, where)
     table = _scan_again(files)
     total = int(table[:, 3].sum())
     if not total:
-        raise ValueError(f'data.source: got {source!r}, whose {len(files)} files hold no text')
+        raise ValueError(f'{where}: got {source!r}, whose {len(files)} files hold no text')
     size = config.max_document_bytes
     if len(table) < config.held_out_every:
         size = min(size, total // config.held_out_every)
@@ -112,7 +115,7 @@ def open_documents(source: str, config: config_lib.DataConfig, split: Split) -> 
     documents = Documents(files=tuple(files), table=_cut(table, size))
     if len(documents) < config.held_out_every:
         raise ValueError(
-            f'data.source: got {source!r} with {total} bytes of text, wanted at least '
+            f'{where}: got {source!r} with {total} bytes of text, wanted at least '
             f'{config.held_out_every * _MIN_PIECE_BYTES}, so that one piece in '
             f'{config.held_out_every} (data.held_out_every) can be held out'
         )
@@ -145,7 +148,7 @@ def folder_files(source: str, where: str = 'data.source') -> list[epath.Path]:
     """
     root = epath.Path(source)
     if not root.exists():
-        other = f', or {PYTHON_STDLIB!r}' if where == 'data.source' else ''
+        other = f', or {PYTHON_STDLIB!r}' if where.startswith('data.') else ''
         raise ValueError(
             f'{where}: got {source!r}, which does not exist; wanted a folder of .txt and .jsonl '
             f'files{other}'

@@ -228,3 +228,8 @@ def test_the_script_shows_its_progress_and_reports(tmp_path):
     assert 'signing 0.0/0.0 MB (100.0%)' in done.stderr and 'writing' in done.stderr
     done = run(f'--source={source}', f'--target={tmp_path}/out')
     assert done.returncode == 1 and 'is there already' in done.stderr
+
+
+def test_a_threshold_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='--threshold: got nan, wanted a number above 0'):
+        deduplicate(str(tmp_path), str(tmp_path / 'out'), threshold=float('nan'))

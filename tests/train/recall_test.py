@@ -112,6 +112,8 @@ def test_the_scripts_train_on_windows_and_ask_about_them(tmp_path):
     assert '| 256 | 4 |' in done.stdout and '256 tokens: 4/4 windows' in done.stderr
     for flag, message in (
         ('--lengths=1k', "--lengths: got '1k', wanted whole numbers"),
+        ('--lengths=', "--lengths: got '', wanted whole numbers"),
+        ('--text=/nowhere', "data.needles.text: got '/nowhere', which does not exist"),
         ('--lengths=20', 'data.sequence_length: got 20, wanted at least'),
         (f'--json={tmp_path}/none/a.json', 'there is no such folder; make it first'),
     ):
