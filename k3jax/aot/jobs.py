@@ -18,6 +18,7 @@ from k3jax.parallel.mesh import check_fits, make_mesh
 from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
 from k3jax.serve.steps import cuts_of, decode_step, prefill_step
+from k3jax.train.media import abstract_media
 from k3jax.train.optim import make_optimizer
 from k3jax.train.spikes import limits_of
 from k3jax.train.state import abstract_state, check_state_fits, check_trainable, chip_bytes
@@ -108,6 +109,8 @@ def _train(config: Config, mesh: Mesh, limit: int | None) -> Job:
     cut = PartitionSpec() if model.run.parallel is None else model.run.parallel.batch_spec
     rows = _int32(cut, mesh, data.batch_size, data.sequence_length)
     batch = dict.fromkeys(('tokens', 'targets', 'segment_ids'), rows)
+    if data.media.sources:
+        batch['media'] = _placed(cut, abstract_media(data), mesh)
     tokens = data.batch_size * data.sequence_length
     flops = tokens * flops_per_token(config.model, data.sequence_length, backward=True)
     step = make_train_step(
@@ -119,7 +122,10 @@ def _train(config: Config, mesh: Mesh, limit: int | None) -> Job:
         placed=state,
         limits=limits,
     )
-    return Job(step, (state, batch), (0,), flops, tokens, 'documents are as long as a row')
+    note = 'documents are as long as a row'
+    if data.media.sources:
+        note += '; FLOPs do not count the vision tower'
+    return Job(step, (state, batch), (0,), flops, tokens, note)
 
 
 def _serving(config: Config, mesh: Mesh, strategy: Strategy, limit: int | None):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
-from k3jax.config import Config, require
+from k3jax.config import Config, DataConfig, require
 from k3jax.data.media import MEDIA_PAD
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.model.vision import Media, MediaInputs, media_of
@@ -30,6 +31,15 @@ def with_media(batch: dict[str, Any]) -> dict[str, Any]:
     ]
     media = Media(*map(np.stack, zip(*rows, strict=True)))
     return rest | {'media': MediaInputs(pixels, media)}
+
+
+def abstract_media(data: DataConfig) -> MediaInputs:
+    """Shapes of a batch's media."""
+    rows, patches, size = data.batch_size, data.media.patches_per_row, data.media.patch_size
+    one = media_of([], patches, patches // 4)
+    media = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), one)
+    pixels = jax.ShapeDtypeStruct((rows, patches, 3, size, size), np.float32)
+    return MediaInputs(pixels, media)
 
 
 def check_media(config: Config, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from configs import kimi_k3_shallow, kimi_linear_48b, tiny_k3
+from configs import digits_k3, kimi_k3_shallow, kimi_linear_48b, tiny_k3
 from k3jax.aot.chips import chip_of
 from k3jax.aot.compile_job import compile_lowered
 from k3jax.aot.compiler import devices_of, has_libtpu
@@ -141,3 +141,12 @@ def test_a_shallow_k3_trains_on_rows_of_a_million_tokens():
     done, program = compiled(config, 'train', 'v5p:16x16x16')
     assert {'kda_backward', 'mla_backward', 'grouped_weight_gradient'} <= kernels_of(program)
     assert done.memory.peak < 83 * 2**30
+
+
+@pytest.mark.slow
+def test_a_step_on_images_fits_rows_whose_tokens_and_patches_chips_share():
+    config = digits_k3.get_config()
+    train = dataclasses.replace(config.train, dtype='bfloat16', remat='layer')
+    config = dataclasses.replace(config, mesh=MeshConfig(sequence=2), train=train)
+    done, program = compiled(config, 'train', 'v5p:2x2x1')
+    assert {'kda_forward', 'mla_backward'} <= kernels_of(program)
