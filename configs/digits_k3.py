@@ -71,7 +71,7 @@ def get_config() -> Config:
             media=MediaDataConfig(sources=(DIGITS,), patches_per_row=192),
             sequence_length=256,
             batch_size=8,
-            shuffle_rows=512,
+            shuffle_rows=2048,
         ),
         train=TrainConfig(
             num_steps=320,
