@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,8 @@ class _Job:
     Attributes:
       prompt: with as many media tokens as rows. media: what those are made of, until it is read.
       position: tokens of the prompt that were read. media_position: media tokens among them.
-      num_drawn: tokens of the answer.
+      num_asked, num_drawn: tokens of the answer that the device was told to draw, and of these
+        those that were read.
     """
 
     request: Request
@@ -108,6 +110,7 @@ class _Job:
     prompt: list[int]
     position: int = 0
     media_position: int = 0
+    num_asked: int = 0
     num_drawn: int = 0
     matcher: Matcher | None = None
     rows: jax.Array | None = None
@@ -116,10 +119,17 @@ class _Job:
 
 @dataclasses.dataclass
 class _Group:
-    """Prompts that are read together, one a lane."""
+    """Prompts that are read together, by lane."""
 
-    jobs: list[_Job]
+    jobs: dict[int, _Job]
     cache: Cache
+
+
+class _Pending(NamedTuple):
+    """Tokens that the device was told to draw, and whose they are, by place in `drawn`."""
+
+    drawn: Drawn
+    jobs: list[tuple[int, _Job]]
 
 
 class Engine:
@@ -155,6 +165,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
         self._running: dict[int, _Job] = {}
         self._group: _Group | None = None
+        self._pending: collections.deque[_Pending] = collections.deque()
 
     def start(self) -> None:
         self._thread.start()
@@ -236,8 +247,9 @@ class Engine:
         self._fail_all([*self._take_running(), *waiting])
 
     def _take_running(self) -> list[_Job]:
-        jobs = [*self._running.values(), *(self._group.jobs if self._group else ())]
+        jobs = [*self._running.values(), *(self._group.jobs.values() if self._group else ())]
         self._running, self._group = {}, None
+        self._pending.clear()
         return jobs
 
     def _fail_all(self, jobs: Iterable[_Job]) -> None:
@@ -252,6 +264,8 @@ class Engine:
             self._read_piece(self._group)
         if self._running:
             self._decode()
+        else:
+            self._pending.clear()
 
     def _drop_cancelled(self) -> None:
         self._running = {s: job for s, job in self._running.items() if not job.stream.is_cancelled}
@@ -261,9 +275,12 @@ class Engine:
             self._waiting.extend(kept)
 
     def _begin_group(self) -> None:
-        free = [slot for slot in range(self._pool.num_slots) if slot not in self._running]
-        jobs = []
-        while len(jobs) < min(self._pool.num_lanes, len(free)):
+        free: dict[int, int] = {}
+        for slot in range(self._pool.num_slots):
+            if slot not in self._running:
+                free.setdefault(self._pool.lane_of(slot), slot)
+        jobs: dict[int, _Job] = {}
+        while len(jobs) < len(free):
             with self._wake:
                 if not self._waiting:
                     break
@@ -274,10 +291,10 @@ class Engine:
                 logging.warning('a request cannot be begun: %s', error)
                 self._fail_all([job])
                 continue
-            job.slot = free[len(jobs)]
-            jobs.append(job)
+            lane, job.slot = list(free.items())[len(jobs)]
+            jobs[lane] = job
         if jobs:
-            size = self._config.lane_size(max(len(job.prompt) for job in jobs))
+            size = self._config.lane_size(max(len(job.prompt) for job in jobs.values()))
             self._group = _Group(jobs, self._pool.lanes(size))
 
     def _prepare(self, job: _Job) -> None:
@@ -295,12 +312,12 @@ class Engine:
     def _read_piece(self, group: _Group) -> None:
         """Reads the next piece of each lane's prompt; what is read whole gets its slot."""
         lanes, jobs = self._pool.num_lanes, group.jobs
-        left = [len(job.prompt) - job.position for job in jobs]
+        left = [len(job.prompt) - job.position for job in jobs.values()]
         size = self._config.piece(max(left))
         # The cache may be shorter than a piece at its end, whose padding is dropped.
         tokens, num_real = np.zeros((lanes, size), np.int32), np.zeros(lanes, np.int32)
         media: list[jax.Array | None] = [None] * lanes
-        for lane, job in enumerate(jobs):
+        for lane, job in jobs.items():
             own = job.prompt[job.position : job.position + size]
             tokens[lane, : len(own)], num_real[lane] = own, len(own)
             if job.rows is not None and self._media_id in own:
@@ -312,7 +329,7 @@ class Engine:
             stacked = jnp.concatenate([blank if rows is None else rows for rows in media])
         logits, group.cache = self._pool.read(tokens, num_real, group.cache, stacked)
         unread = []
-        for lane, job in enumerate(jobs):
+        for lane, job in jobs.items():
             # A lane that is read keeps its place: the others' caches are beside its own.
             if num_real[lane]:
                 job.position += int(num_real[lane])
@@ -320,7 +337,7 @@ class Engine:
                     self._admit(job, lane, logits, group.cache)
                 else:
                     unread.append(job)
-        if not unread or all(job.stream.is_cancelled for job in unread):
+        if all(job.stream.is_cancelled for job in unread):
             self._group = None
 
     def _admit(self, job: _Job, lane: int, logits: jax.Array, cache: Cache) -> None:
@@ -333,9 +350,9 @@ class Engine:
         vocab_size = self._pool.model.config.vocab_size
         row = row_of(sampling, seed % 2**32, tuple(job.prompt), self._num_ids, vocab_size)
         mask = None if job.matcher is None else self._mask_of(job.matcher)
-        drawn = self._pool.admit(cache, logits, lane, job.slot, row, mask)
+        drawn = self._pool.admit(cache, logits, job.slot, row, mask)
         self._running[job.slot] = job
-        self._take([(0, job)], drawn)
+        self._ask(drawn, [(lane, job)])
 
     def _mask_of(self, matcher: Matcher) -> np.ndarray:
         """[words]: those of the model's vocabulary, which may be larger than the tokenizer's."""
@@ -345,19 +362,40 @@ class Engine:
         return mask
 
     def _decode(self) -> None:
-        active = np.zeros(self._pool.num_slots, bool)
-        active[list(self._running)] = True
-        mask = None
-        if any(job.matcher for job in self._running.values()):
-            mask = np.full(self._pool.open_mask.shape, 2**32 - 1, np.uint32)
-            for slot, job in self._running.items():
-                if job.matcher:
-                    mask[slot] = self._mask_of(job.matcher)
-        drawn = self._pool.step(active, mask)
-        self._take(list(self._running.items()), drawn)
+        """A step is asked for before the tokens of the one before are read, so that the device does
+        not wait; but with a grammar, which must know them."""
+        is_constrained = any(job.matcher for job in self._running.values())
+        if is_constrained:
+            self._read_tokens()
+        jobs = [
+            (slot, job)
+            for slot, job in self._running.items()
+            if job.num_asked < job.request.sampling.max_new_tokens
+        ]
+        if jobs:
+            active, mask = np.zeros(self._pool.num_slots, bool), None
+            active[[slot for slot, _ in jobs]] = True
+            if is_constrained:
+                mask = np.full(self._pool.open_mask.shape, 2**32 - 1, np.uint32)
+                for slot, job in jobs:
+                    if job.matcher:
+                        mask[slot] = self._mask_of(job.matcher)
+            self._ask(self._pool.step(active, mask), jobs)
+        self._read_tokens(leave=0 if is_constrained or not jobs else 1)
 
-    def _take(self, jobs: list[tuple[int, _Job]], drawn: Drawn) -> None:
-        """Hands tokens out; jobs: with their places in `drawn`."""
+    def _ask(self, drawn: Drawn, jobs: list[tuple[int, _Job]]) -> None:
+        for _, job in jobs:
+            job.num_asked += 1
+        self._pending.append(_Pending(drawn, jobs))
+
+    def _read_tokens(self, leave: int = 0) -> None:
+        """Hands tokens out, but for those of the last `leave` steps."""
+        while len(self._pending) > leave:
+            self._take(*self._pending.popleft())
+
+    def _take(self, drawn: Drawn, jobs: list[tuple[int, _Job]]) -> None:
+        # Those that ended or were dropped since the step was asked for take no part.
+        jobs = [(place, job) for place, job in jobs if self._running.get(job.slot) is job]
         wants = any(job.request.sampling.logprobs is not None for _, job in jobs)
         tokens = np.asarray(drawn.token)
         tops = jax.device_get(drawn[1:]) if wants else None
@@ -402,7 +440,7 @@ class Engine:
                     media = jnp.concatenate([rows_from(seen, np.int32(0), piece)] * pool.num_lanes)
                     logits, lanes = pool.read(tokens, num_real, lanes, media)
             row = row_of(Sampling(), 0, (), self._num_ids, model.vocab_size)
-            pool.admit(lanes, logits, 0, 0, row, None)
+            pool.admit(lanes, logits, 0, row, None)
         jax.block_until_ready(pool.step(np.zeros(pool.num_slots, bool), None))
         pool.reset()
 

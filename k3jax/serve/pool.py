@@ -1,12 +1,14 @@
 """The device programs of an engine: prompts read in pieces, rows put into slots, one step for all.
 
 A slot is a row of one large cache and of `rows.Rows`. Prompts are read in a cache of their own,
-`num_lanes` at a time, which is copied to its slots at the end.
+`num_lanes` at a time, which is copied to its slots at the end. On a mesh each part that has rows of
+its own has its slots and one lane, and a lane fills slots of its part: no cache travels.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3jax.config import ModelConfig
 from k3jax.model.cache import Cache, init_cache
 from k3jax.model.kimi import Kimi, decode, prefill
-from k3jax.model.param import param_specs
 from k3jax.model.plan import Plan, at, stacks
 from k3jax.serve.rows import Drawn, Rows, draw, mask_words, no_rows, put_row
 from k3jax.serve.steps import cuts_of
@@ -55,19 +56,48 @@ class Pool:
                 f'slots: got {num_slots}, wanted a multiple of {self.num_lanes}, the parts of the '
                 'mesh that have rows of their own (mesh.data x mesh.expert)'
             )
+        cuts, whole = cuts_of(model), PartitionSpec()
+        self._cuts = cuts
         vocab_size = model.config.vocab_size
-        self.open_mask = jnp.full((num_slots, mask_words(vocab_size)), 2**32 - 1, jnp.uint32)
-        self._step = jax.jit(functools.partial(_step, self._on_mesh(decode)), donate_argnums=(1, 2))
-        self._read = jax.jit(self._on_mesh(prefill), donate_argnums=3)
-        self._admit = jax.jit(
-            functools.partial(_admit, model.config, model.plan), donate_argnums=(0, 1)
+        self.open_mask = self._placed(
+            np.full((num_slots, mask_words(vocab_size)), 2**32 - 1, np.uint32)
         )
+        self._open_row = np.full((1, mask_words(vocab_size)), 2**32 - 1, np.uint32)
+        made = cuts.cache, cuts.rows, cuts.rows
+        step = self._on_mesh(
+            functools.partial(_step, model),
+            (cuts.params, cuts.cache, *[cuts.rows] * 3, whole),
+            made,
+        )
+        self._step = jax.jit(step, donate_argnums=(1, 2))
+        admit = self._on_mesh(
+            functools.partial(_admit, model, num_slots // self.num_lanes),
+            (cuts.cache, cuts.rows, cuts.cache, cuts.rows, *[whole] * 4),
+            made,
+        )
+        self._admit = jax.jit(admit, donate_argnums=(0, 1))
+        read = functools.partial(prefill, model)
+        taken = cuts.params, cuts.rows, cuts.rows, cuts.cache
+        made = cuts.rows, cuts.cache
+        self._read = jax.jit(self._on_mesh(read, taken, made), donate_argnums=3)
+        seeing = self._on_mesh(read, (*taken, cuts.rows), made)
+        self._read_media = jax.jit(seeing, donate_argnums=3)
         self.reset()
 
     def reset(self) -> None:
         """Gives up all slots, also after a step that failed on its way."""
         self.cache = self._cache(self.num_slots, self.size)
-        self.rows = jax.device_put(no_rows(self.num_slots, self.model.config.vocab_size))
+        self.rows = self._placed(no_rows(self.num_slots, self.model.config.vocab_size))
+
+    def lane_of(self, slot: int) -> int:
+        """The lane that fills a slot."""
+        return slot // (self.num_slots // self.num_lanes)
+
+    def _placed(self, rows: Any) -> Any:
+        """Arrays with an axis of all slots, where the steps want them."""
+        if self.model.run.parallel is None:
+            return jax.device_put(rows)
+        return jax.device_put(rows, NamedSharding(self.mesh, self._cuts.rows))
 
     def _cache(self, num_rows: int, size: int) -> Cache:
         model = self.model
@@ -77,29 +107,20 @@ class Pool:
         if model.run.parallel is None:
             return make()
         shardings = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), cuts_of(model).cache, is_leaf=_is_spec
+            lambda spec: NamedSharding(self.mesh, spec),
+            self._cuts.cache,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
         return jax.jit(make, out_shardings=shardings)()
 
-    def _on_mesh(self, function: Any) -> Any:
-        """function(model, params, *rows, cache, ...) without its model."""
-        model = self.model
-        function = functools.partial(function, model)
-        if model.run.parallel is None:
+    def _on_mesh(self, function: Callable[..., Any], taken: Any, made: Any) -> Callable[..., Any]:
+        """`function` as a program of every chip; taken, made: how its arguments and results are
+        cut."""
+        if self.model.run.parallel is None:
             return function
-        cuts = cuts_of(model)
-
-        def call(params: Any, *args: Any) -> Any:
-            specs = [cuts.cache if isinstance(x, Cache) else cuts.rows for x in args]
-            return jax.shard_map(
-                function,
-                mesh=self.mesh,
-                in_specs=(cuts.params, *specs),
-                out_specs=(cuts.rows, cuts.cache),
-                check_vma=False,
-            )(params, *args)
-
-        return call
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=taken, out_specs=made, check_vma=False
+        )
 
     def lanes(self, size: int) -> Cache:
         """An empty cache for `num_lanes` prompts of up to `size` tokens."""
@@ -114,21 +135,22 @@ class Pool:
           tokens: [L, T]. num_real: [L], 0 in lanes that have nothing to read.
           media: [L, T, D], rows of each lane's media tokens, or None.
         """
-        extra = () if media is None else (media,)
-        return self._read(self.params, tokens, num_real, cache, *extra)
+        if media is None:
+            return self._read(self.params, tokens, num_real, cache)
+        return self._read_media(self.params, tokens, num_real, cache, media)
 
     def admit(
-        self, lanes: Cache, logits: jax.Array, lane: int, slot: int, row: Rows, mask: Any
+        self, lanes: Cache, logits: jax.Array, slot: int, row: Rows, mask: np.ndarray | None
     ) -> Drawn:
-        """Puts what a lane has read into a slot; the first token of its answer, [1].
+        """Puts what the lane of a slot has read into it; the first token of its answer is that of
+        the lane, in [L].
 
         row: a single one. mask: [mask_words] uint32, or None.
         """
-        constrained = mask is not None
-        mask = self.open_mask[:1] if mask is None else np.asarray(mask, np.uint32)[None]
-        where = np.int32(lane), np.int32(slot)
+        constrained = np.bool_(mask is not None)
+        mask = self._open_row if mask is None else mask[None]
         self.cache, self.rows, drawn = self._admit(
-            self.cache, self.rows, lanes, logits, *where, row, mask, np.bool_(constrained)
+            self.cache, self.rows, lanes, logits, np.int32(slot), row, mask, constrained
         )
         return drawn
 
@@ -145,37 +167,22 @@ class Pool:
         return drawn
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _step(decode, params, cache, rows, active, mask, constrained):
+def _step(model, params, cache, rows, active, mask, constrained):
     rows = rows._replace(active=active)
-    logits, after = decode(params, rows.token, cache)
+    logits, after = decode(model, params, rows.token, cache)
     # A slot without a request stays where it is: its cache is full of what will be written over.
     cache = after._replace(length=jnp.where(active, after.length, cache.length))
     drawn, rows = draw(logits, rows, mask, constrained)
     return cache, rows, drawn
 
 
-def _admit(config, plan, cache, rows, lanes, logits, lane, slot, row, mask, constrained):
-    own = lax.dynamic_slice_in_dim(logits, lane, 1, 0)
-    drawn, row = draw(own, row, mask, constrained)
+def _admit(model, num_slots, cache, rows, lanes, logits, slot, row, mask, constrained):
+    """num_slots: of this part of the mesh, whose lane this is."""
+    drawn, row = draw(logits, row, mask, constrained)
+    parallel, here = model.run.parallel, True
+    if parallel is not None:
+        here = lax.axis_index(parallel.rules.rows) == slot // num_slots
 
-    def put(axis: int, old: jax.Array, new: jax.Array) -> jax.Array:
-        one = lax.dynamic_slice_in_dim(new, lane, 1, axis)
-        starts = [0] * old.ndim
-        starts[axis] = slot
-        return lax.dynamic_update_slice(old, one.astype(old.dtype), starts)
-
-    cache = jax.tree.map(put, _batch_axes(config, plan, cache), cache, lanes)
-    return cache, put_row(rows, row, slot), drawn
-
-
-def place_params(params: Any, model: Kimi, mesh: Mesh | None) -> Any:
-    """Parameters where the model's steps want them; on a mesh, cut over its chips."""
-    if model.run.parallel is None:
-        return params
-    specs = param_specs(model.config, model.plan, model.run.parallel)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-    return jax.device_put(params, shardings)
+    axes = _batch_axes(model.config, model.plan, cache)
+    cache = put_row(cache, lanes, slot % num_slots, here, axes)
+    return cache, put_row(rows, row, slot % num_slots, here), drawn

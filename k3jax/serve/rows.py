@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,8 +159,20 @@ def draw(
     return Drawn(token, own, ids, best), after
 
 
-def put_row(rows: Rows, one: Rows, slot: jax.Array) -> Rows:
-    """`rows` with the single row `one` at `slot`."""
-    return jax.tree.map(
-        lambda old, new: lax.dynamic_update_slice_in_dim(old, new, slot, 0), rows, one
-    )
+def put_row(
+    rows: Any, one: Any, slot: jax.Array | int, here: jax.Array | bool = True, axes: Any = 0
+) -> Any:
+    """A tree of arrays of rows with that of a single row at `slot`, unless it is not here.
+
+    axes: a tree of which axis counts rows, or one for all. `one` may be shorter along other axes.
+    """
+    if isinstance(axes, int):
+        axes = jax.tree.map(lambda _: axes, rows)
+
+    def put(axis: int, old: jax.Array, new: jax.Array) -> jax.Array:
+        starts = [0] * old.ndim
+        starts[axis] = slot
+        kept = lax.dynamic_slice(old, starts, new.shape)
+        return lax.dynamic_update_slice(old, jnp.where(here, new.astype(old.dtype), kept), starts)
+
+    return jax.tree.map(put, axes, rows, one)
