@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import pathlib
@@ -79,6 +80,33 @@ def define_activations_flags() -> None:
 def activations() -> dict[str, Any]:
     """What --activations and --scale_rule say, for `open_model`; None where they say nothing."""
     return {name: flags.FLAGS[name].value for name in ('activations', 'scale_rule')}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Serving:
+    """What --set changes in scripts that run a checkpoint on several chips."""
+
+    mesh: config_lib.MeshConfig = config_lib.MeshConfig()
+
+
+def define_mesh_flag() -> None:
+    """Registers --set; for scripts that run a checkpoint, on one device or on a mesh."""
+    flags.DEFINE_multi_string(
+        _SET,
+        [],
+        'mesh.AXIS=chips, such as mesh.tensor=2: the mesh over all devices, of data (by default '
+        'what the others leave), expert and tensor; without it, a single device. May be repeated.',
+    )
+
+
+def serving_mesh_config() -> config_lib.MeshConfig | None:
+    """What --set says of the mesh, for `open_model`; None where it says nothing.
+
+    Raises:
+      ConfigError: --set does not fit a mesh.
+    """
+    given = flags.FLAGS.set
+    return overrides.apply_overrides(_Serving(), given).mesh if given else None
 
 
 def workdir() -> str:

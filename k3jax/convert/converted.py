@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from k3jax.config import ModelConfig
 from k3jax.config_dict import model_config_from_dict, to_dict
 from k3jax.convert.binding import flatten, unflatten
 from k3jax.convert.files import ConversionError, read_json_object
-from k3jax.convert.orbax_tree import lost_chunk
+from k3jax.convert.orbax_tree import context, lost_chunk, open_array
 from k3jax.model.layout import Tree, model_leaves
 
 FORMAT, VERSION = 'k3jax-conversion', 1
@@ -127,6 +128,46 @@ def check_tree(params: Tree, config: ModelConfig, where: str) -> dict[str, Any]:
     return {path: got[path] for path in wanted}
 
 
+class _Stored:
+    """A leaf on disk; slices of it are read as they are asked for."""
+
+    def __init__(self, array: ts.TensorStore):
+        self.shape, self.dtype = tuple(array.shape), array.dtype.numpy_dtype
+        self._array = array
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self._array[index].read().result())
+
+
+def open_params(path: epath.PathLike) -> Tree:
+    """All parameters of a converted folder, to be read by slices.
+
+    Returns:
+      The nested dict of `layout.model_leaves`, of what has a shape and a dtype and gives a NumPy
+      array for a slice.
+
+    Raises:
+      ConversionError: the folder is not complete, or lacks a leaf of the model or a chunk of one.
+    """
+    conversion, limits = read_conversion(path), context()
+    _check_chunks(conversion)
+    names = flatten(model_leaves(conversion.model_config))
+    found = {name: _Stored(open_array(conversion.params_path, name, limits)) for name in names}
+    where = str(conversion.params_path)
+    return unflatten(check_tree(unflatten(found), conversion.model_config, where))
+
+
+def _check_chunks(conversion: Conversion) -> None:
+    """Orbax refuses a checkpoint that lacks one too, but not in one line."""
+    for name in flatten(model_leaves(conversion.model_config)):
+        lost = lost_chunk(conversion.params_path, name)
+        if lost is not None:
+            raise ConversionError(
+                f'{conversion.params_path}: {name}: {lost} is missing from its folder; the '
+                'checkpoint is damaged: convert the release again'
+            )
+
+
 def load_params(path: epath.PathLike, *, dtype: Any = None) -> Tree:
     """All parameters of a converted folder, as NumPy arrays.
 
@@ -141,14 +182,7 @@ def load_params(path: epath.PathLike, *, dtype: Any = None) -> Tree:
       ConversionError: the folder is not complete, or lacks a leaf of the model or a chunk of one.
     """
     conversion = read_conversion(path)
-    # Orbax refuses such a checkpoint too, but not in one line.
-    for name in flatten(model_leaves(conversion.model_config)):
-        lost = lost_chunk(conversion.params_path, name)
-        if lost is not None:
-            raise ConversionError(
-                f'{conversion.params_path}: {name}: {lost} is missing from its folder; the '
-                'checkpoint is damaged: convert the release again'
-            )
+    _check_chunks(conversion)
     with ocp.PyTreeCheckpointer() as checkpointer:
         params = checkpointer.restore(conversion.params_path)
     flat = check_tree(params, conversion.model_config, str(conversion.params_path))

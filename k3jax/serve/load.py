@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 
 from k3jax.config import (
     DataConfig,
+    MeshConfig,
     ModelConfig,
     QuantisationConfig,
     ScaleRule,
     check_quantisation,
 )
-from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, load_params, read_conversion
+from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, open_params, read_conversion
 from k3jax.convert.files import read_json_object
 from k3jax.data.images import ImageConfig, image_config
 from k3jax.data.media import processor as processor_of
 from k3jax.data.tokenizer import VOCAB_FILE, Tokenizer, load_tokenizer
 from k3jax.data.video import VideoConfig, video_config
 from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.layout import Leaf, model_leaves
-from k3jax.model.plan import stack_params, unstack_params
+from k3jax.model.layout import Leaf
+from k3jax.model.plan import unstack_params
 from k3jax.model.run import Run
+from k3jax.parallel.shard import parallel_of
+from k3jax.serve.placement import place_params, serving_mesh
 from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, is_workdir, read_config
 from k3jax.train.host_memory import HOST
 from pallas_kernels.common.platform import implementation_on
@@ -43,6 +47,7 @@ class Loaded:
     tokenizer: the one it was made for; None where the checkpoint carries none.
     data: what it was trained on, if here; None for a converted release.
     images, videos: how files become patches, by the release's preprocessor_config.json or the data.
+    mesh: that the parameters are cut over; None for a single device.
     """
 
     model: Kimi
@@ -51,6 +56,7 @@ class Loaded:
     data: DataConfig | None
     images: ImageConfig = ImageConfig()
     videos: VideoConfig = VideoConfig()
+    mesh: Mesh | None = None
 
 
 def workdir_params(path: epath.Path, config: ModelConfig, scan_layers: bool) -> dict[str, Any]:
@@ -82,8 +88,12 @@ def open_model(
     *,
     activations: str | None = None,
     scale_rule: ScaleRule | None = None,
+    mesh: MeshConfig | None = None,
 ) -> Loaded:
-    """The model at `path`, on the default device.
+    """The model at `path`, on the default device or cut over a mesh of all devices.
+
+    A converted folder is read leaf by leaf, by each chip what it holds; a workdir's parameters pass
+    through the host's memory.
 
     The experts' weights of a workdir that was trained with them in MXFP4 are quantised as they were
     in training.
@@ -94,9 +104,10 @@ def open_model(
       activations: 'mxfp8' rounds what enters the experts' products, 'none' does not; None: as the
         workdir was trained, and 'none' for a converted folder.
       scale_rule: of these; None: as the workdir was trained; 'ocp_floor' for a converted folder.
+      mesh: for an engine, whose steps cut heads and experts; other functions take no mesh.
 
     Raises:
-      ValueError: there is no such checkpoint, or it is not whole.
+      ValueError: there is no such checkpoint, it is not whole, or the mesh does not fit it.
     """
     folder, data, trained = epath.Path(path), None, QuantisationConfig()
     images, videos = ImageConfig(), VideoConfig()
@@ -104,7 +115,7 @@ def open_model(
         conversion = read_conversion(folder)
         config, release = conversion.model_config, conversion.release_path
         tokenizer = load_tokenizer(release) if (release / VOCAB_FILE).exists() else None
-        params = load_params(folder)
+        params = open_params(folder)
         if config.vision is not None:
             images = ImageConfig(patch_size=config.vision.patch_size)
         if (release / PROCESSOR_FILE).exists():
@@ -129,6 +140,7 @@ def open_model(
     scan = config.num_hidden_layers > UNROLL_UP_TO
     implementation = implementation_on(jax.devices()[0].platform)
     given = trained.activations if activations is None else activations
+    made = None if mesh is None else serving_mesh(mesh, config)
     run = Run(
         jnp.dtype(dtype),
         implementation=implementation,
@@ -136,20 +148,19 @@ def open_model(
             activations=None if given == 'none' else given,
             scale_rule=scale_rule or trained.scale_rule,
         ),
+        parallel=None if mesh is None else parallel_of(made, mesh, 'decode'),
     )
     check_quantisation(config, run.quantisation)
     model = Kimi(config, run, scan)
-    placed = jax.tree.map(
-        lambda leaf, array: _place(leaf, array, dtype, trained), model_leaves(config), params
-    )
-    params = stack_params(placed, model.plan, jnp.stack)
-    return Loaded(model, params, tokenizer, data, images, videos)
+    arrive = functools.partial(_arrive, dtype, trained)
+    params = place_params(params, model, made, arrive)
+    return Loaded(model, params, tokenizer, data, images, videos, made)
 
 
-def _place(leaf: Leaf, array: np.ndarray, dtype: str, trained: QuantisationConfig) -> jax.Array:
-    """On device: in the compute dtype, so that no step converts it again, unless kept wider."""
+def _arrive(dtype: str, trained: QuantisationConfig, leaf: Leaf, array: jax.Array) -> jax.Array:
+    """In the compute dtype, so that no step converts it again, unless kept wider."""
     if leaf.dtype == 'uint8':
-        return jnp.asarray(array)
+        return array
     if leaf.quantisable and trained.weights is not None:
-        array = fake_quantise_mxfp4(jnp.asarray(array), trained.scale_rule)
-    return jnp.asarray(array, jnp.promote_types(dtype, leaf.dtype))
+        array = fake_quantise_mxfp4(array, trained.scale_rule)
+    return array.astype(jnp.promote_types(dtype, leaf.dtype))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3jax.config import ConfigError, MeshConfig
 from k3jax.convert.to_orbax import convert
 from k3jax.serve import load as load_lib
 from k3jax.train.eval import logits_of
@@ -52,6 +53,29 @@ def test_scanned_and_unrolled_models_give_the_same_logits(converted, monkeypatch
         logits_of(flat.model, flat.params, ids),
         atol=1e-4,
     )
+
+
+@pytest.mark.parametrize('unroll_up_to', [0, 100])
+def test_a_mesh_holds_the_same_parameters_each_chip_its_part(converted, monkeypatch, unroll_up_to):
+    monkeypatch.setattr(load_lib, 'UNROLL_UP_TO', unroll_up_to)
+    whole = load_lib.open_model(str(converted), 'bfloat16').params
+    loaded = load_lib.open_model(str(converted), 'bfloat16', mesh=MeshConfig(expert=4))
+    assert dict(loaded.mesh.shape) == {'data': 2, 'expert': 4, 'sequence': 1, 'tensor': 1}
+    cut = 0
+    leaves = jax.tree_util.tree_leaves_with_path(loaded.params)
+    for (path, found), want in zip(leaves, jax.tree.leaves(whole), strict=True):
+        assert found.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(want))
+        held = found.addressable_shards[0].data.size
+        if 'experts' in [key.key for key in path]:
+            assert held == found.size // 8
+            cut += 1
+    assert cut >= 6
+
+
+def test_a_mesh_that_heads_cannot_be_cut_along_is_named(converted):
+    with pytest.raises(ConfigError, match='mesh.tensor: got 2, wanted a divisor of .* .3.;'):
+        load_lib.open_model(str(converted), mesh=MeshConfig(tensor=2))
 
 
 def test_what_is_no_checkpoint_is_an_error_that_says_what_one_is(tmp_path):
