@@ -6,11 +6,10 @@ prompt does not stop the others.
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -25,8 +24,10 @@ from k3jax.serve.constrain import Constrainer, Matcher
 from k3jax.serve.generate import rows_from
 from k3jax.serve.media import rows_of
 from k3jax.serve.pool import Pool
+from k3jax.serve.prefix_cache import HASH_TOKENS, PrefixCache, distinct_tokens
 from k3jax.serve.request import Finished, Overloaded, Request, Sampling, Token
 from k3jax.serve.rows import Drawn, row_of
+from k3jax.serve.stream import EngineStream, deliver
 from k3jax.train.eval import check_token_ids
 
 _FAILED = Token(0, finished='error')
@@ -43,6 +44,8 @@ class EngineConfig:
       pieces: sizes in which prompts are read, ascending; each is compiled.
       lane_sizes: lengths of the caches that prompts are read in, ascending; each is compiled with
         each piece. The longest is max_length whatever is said here.
+      prefix_cache_bytes: for beginnings of prompts that need not be read again; 0: none.
+      prefix_hash_tokens: of which those are multiples.
     """
 
     num_slots: int = 16
@@ -50,9 +53,11 @@ class EngineConfig:
     max_waiting: int = 256
     pieces: tuple[int, ...] = (32, 512)
     lane_sizes: tuple[int, ...] = (1024, 8192, 65536)
+    prefix_cache_bytes: int = 0
+    prefix_hash_tokens: int = HASH_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ('num_slots', 'max_length', 'max_waiting'):
+        for name in ('num_slots', 'max_length', 'max_waiting', 'prefix_hash_tokens'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name}: got {getattr(self, name)}, wanted 1 or more')
         for name in ('pieces', 'lane_sizes'):
@@ -70,30 +75,6 @@ class EngineConfig:
         return next((size for size in self.pieces if length <= size), self.pieces[-1])
 
 
-class _Stream:
-    """See `request.Stream`; made in the event loop that reads it."""
-
-    def __init__(self, engine: Engine):
-        self.cached_tokens = 0
-        self.is_cancelled = False
-        self.loop = asyncio.get_running_loop()
-        self._engine, self._tokens = engine, asyncio.Queue()
-
-    def put(self, token: Token) -> None:
-        self._tokens.put_nowait(token)
-
-    async def __aiter__(self) -> AsyncIterator[Token]:
-        while True:
-            token = await self._tokens.get()
-            yield token
-            if token.finished is not None:
-                return
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self._engine.wake()
-
-
 @dataclasses.dataclass(eq=False)
 class _Job:
     """A request on its way.
@@ -103,10 +84,12 @@ class _Job:
       position: tokens of the prompt that were read. media_position: media tokens among them.
       num_asked, num_drawn: tokens of the answer that the device was told to draw, and of these
         those that were read.
+      distinct: the prompt as a prefix cache knows it. answer: tokens that were read. held: of the
+        answer, for a next turn.
     """
 
     request: Request
-    stream: _Stream
+    stream: EngineStream
     prompt: list[int]
     position: int = 0
     media_position: int = 0
@@ -115,6 +98,16 @@ class _Job:
     matcher: Matcher | None = None
     rows: jax.Array | None = None
     slot: int | None = None
+    distinct: np.ndarray | None = None
+    answer: list[int] = dataclasses.field(default_factory=list)
+    held: _Held | None = None
+
+
+class _Held(NamedTuple):
+    """A slot's states after its first `length` tokens."""
+
+    length: int
+    state: jax.Array
 
 
 @dataclasses.dataclass
@@ -159,6 +152,13 @@ class Engine:
         self._num_ids = min(tokenizer.vocab_size, model.vocab_size)
         self._seeds = np.random.default_rng()
         self._constrainer: Constrainer | None = None
+        self._prefixes: PrefixCache | None = None
+        if config.prefix_cache_bytes:
+            if pool.mesh is not None:
+                raise ValueError('prefix_cache_bytes: there is no prefix cache on a mesh yet')
+            self._prefixes = PrefixCache(
+                pool.model, config.prefix_cache_bytes, hash_tokens=config.prefix_hash_tokens
+            )
         self._wake = threading.Condition()
         self._waiting: collections.deque[_Job] = collections.deque()
         self._closing = False
@@ -189,7 +189,7 @@ class Engine:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(self, request: Request) -> _Stream:
+    def submit(self, request: Request) -> EngineStream:
         """Queues a request; in the event loop that will read the stream.
 
         Raises:
@@ -203,7 +203,7 @@ class Engine:
                 f'prompt of {len(prompt)} tokens and {request.sampling.max_new_tokens} new ones: '
                 f'wanted 1 new one or more, and at most {self.max_length} in all'
             )
-        job = _Job(request, _Stream(self), prompt)
+        job = _Job(request, EngineStream(self.wake), prompt)
         with self._wake:
             if self._closing or len(self._waiting) >= self._config.max_waiting:
                 raise Overloaded(f'{len(self._waiting)} requests wait')
@@ -241,6 +241,8 @@ class Engine:
                 logging.exception('a step of the engine failed; what it had is given up')
                 self._fail_all(self._take_running())
                 self._pool.reset()
+                if self._prefixes is not None:
+                    self._prefixes.reset()
         with self._wake:
             waiting = list(self._waiting)
             self._waiting.clear()
@@ -253,7 +255,7 @@ class Engine:
         return jobs
 
     def _fail_all(self, jobs: Iterable[_Job]) -> None:
-        _deliver([(job.stream, _FAILED) for job in jobs])
+        deliver([(job.stream, _FAILED) for job in jobs])
 
     def _turn(self) -> None:
         """One piece of prompts, one step of what runs."""
@@ -295,7 +297,12 @@ class Engine:
             jobs[lane] = job
         if jobs:
             size = self._config.lane_size(max(len(job.prompt) for job in jobs.values()))
-            self._group = _Group(jobs, self._pool.lanes(size))
+            cache = self._pool.lanes(size)
+            for lane, job in jobs.items() if self._prefixes is not None else ():
+                cache, job.position = self._prefixes.load(job.distinct, cache, lane)
+                job.stream.cached_tokens = job.position
+                job.media_position = job.prompt[: job.position].count(self._media_id)
+            self._group = _Group(jobs, cache)
 
     def _prepare(self, job: _Job) -> None:
         """What a request needs before its prompt is read; its images are looked at once."""
@@ -307,6 +314,8 @@ class Engine:
             pool, images = self._pool, self._images or ImageConfig()
             rows = [rows_of(pool.model, pool.params, one, images) for one in request.media]
             job.rows = jnp.concatenate(rows)
+        if self._prefixes is not None:
+            job.distinct = distinct_tokens(job.prompt, self._media_id, request.media)
         job.request = dataclasses.replace(request, media=())
 
     def _read_piece(self, group: _Group) -> None:
@@ -318,7 +327,7 @@ class Engine:
         tokens, num_real = np.zeros((lanes, size), np.int32), np.zeros(lanes, np.int32)
         media: list[jax.Array | None] = [None] * lanes
         for lane, job in jobs.items():
-            own = job.prompt[job.position : job.position + size]
+            own = job.prompt[job.position : self._piece_end(job, size)]
             tokens[lane, : len(own)], num_real[lane] = own, len(own)
             if job.rows is not None and self._media_id in own:
                 media[lane] = rows_from(job.rows, np.int32(job.media_position), size)
@@ -333,12 +342,35 @@ class Engine:
             # A lane that is read keeps its place: the others' caches are beside its own.
             if num_real[lane]:
                 job.position += int(num_real[lane])
+                self._hold_prompt(job, group.cache, lane)
                 if job.position == len(job.prompt):
                     self._admit(job, lane, logits, group.cache)
                 else:
                     unread.append(job)
         if all(job.stream.is_cancelled for job in unread):
             self._group = None
+
+    def _piece_end(self, job: _Job, size: int) -> int:
+        """Where a piece from `job.position` on ends: also where a beginning is to be held."""
+        end = job.position + size
+        if self._prefixes is not None:
+            boundary = self._prefixes.boundary(len(job.prompt))
+            end = boundary if job.position < boundary < end else end
+        return end
+
+    def _hold_prompt(self, job: _Job, cache: Cache, lane: int) -> None:
+        """Holds what a lane has just read, if a later prompt may begin with it."""
+        prefixes = self._prefixes
+        if prefixes is not None and job.position == prefixes.boundary(len(job.prompt)):
+            state = prefixes.state_of(cache, lane)
+            prefixes.store(job.distinct[: job.position], cache, lane, state)
+
+    def _hold_answer(self, job: _Job) -> None:
+        """Holds what a slot has of an answer that is over, for the next turn."""
+        if self._prefixes is not None and job.held is not None:
+            tokens = np.concatenate([job.distinct, np.array(job.answer, np.int64)])
+            length, state = job.held
+            self._prefixes.store(tokens[:length], self._pool.cache, job.slot, state)
 
     def _admit(self, job: _Job, lane: int, logits: jax.Array, cache: Cache) -> None:
         if job.stream.is_cancelled:
@@ -386,6 +418,10 @@ class Engine:
     def _ask(self, drawn: Drawn, jobs: list[tuple[int, _Job]]) -> None:
         for _, job in jobs:
             job.num_asked += 1
+            length = len(job.prompt) + job.num_asked - 1
+            prefixes = self._prefixes
+            if prefixes and job.num_asked > 1 and prefixes.boundary(length) == length:
+                job.held = _Held(length, prefixes.state_of(self._pool.cache, job.slot))
         self._pending.append(_Pending(drawn, jobs))
 
     def _read_tokens(self, leave: int = 0) -> None:
@@ -410,9 +446,11 @@ class Engine:
                 count = job.request.sampling.logprobs
                 top = tuple(zip(ids[:count].tolist(), best[:count].tolist(), strict=True))
             found.append((job.stream, Token(token, logprob, top, finished)))
+            job.answer.append(token)
             if finished is not None:
+                self._hold_answer(job)
                 del self._running[job.slot]
-        _deliver(found)
+        deliver(found)
 
     def _finished(self, job: _Job, token: int) -> Finished | None:
         sampling = job.request.sampling
@@ -448,21 +486,3 @@ class Engine:
 def _num_rows(patches: Patches) -> int:
     _, rows, columns = patches.grid
     return rows * columns // 4
-
-
-def _deliver(found: list[tuple[_Stream, Token]]) -> None:
-    """Puts tokens into their streams, in the event loop of each."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Token]]] = {}
-    for stream, token in found:
-        by_loop.setdefault(stream.loop, []).append((stream, token))
-
-    def put(some: list[tuple[_Stream, Token]]) -> None:
-        for stream, token in some:
-            stream.put(token)
-
-    for loop, some in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(put, some)
-        except RuntimeError:  # the loop is closed, and nobody reads
-            for stream, _ in some:
-                stream.is_cancelled = True

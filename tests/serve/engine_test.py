@@ -8,39 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.config import VisionConfig
 from k3jax.data.images import ImageConfig, Patches
-from k3jax.data.tokenizer import byte_tokenizer
-from k3jax.model.kimi import Kimi, init_params
-from k3jax.model.run import Run
 from k3jax.serve.engine import Engine, EngineConfig
-from k3jax.serve.generate import generate
 from k3jax.serve.media import rows_of
 from k3jax.serve.pool import Pool
-from k3jax.serve.request import Overloaded, Request, Sampling
+from k3jax.serve.request import Overloaded
 from k3jax.train.eval import logits_of
-from tests import tiny
+from tests.engines import MODEL, PAD, TOKENIZER, alone, answers, ids, parameters, prompt_of, request
 
-TOKENIZER = byte_tokenizer()
-PAD = TOKENIZER.special_tokens['<|media_pad|>']
-MODEL_CONFIG = tiny.k3(
-    (1, 2),
-    (3,),
-    vocab_size=512,
-    max_position_embeddings=300,
-    vision=VisionConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        qkv_hidden_size=8,
-        intermediate_size=8,
-        patch_size=2,
-        pos_emb_height=2,
-        pos_emb_width=2,
-    ),
-    media_placeholder_token_id=PAD,
-)
-MODEL = Kimi(MODEL_CONFIG, Run(jnp.dtype('float32'), implementation='xla'), scan_layers=False)
 CONFIG = EngineConfig(
     num_slots=3, max_length=200, max_waiting=8, pieces=(8, 32), lane_sizes=(48, 120)
 )
@@ -49,9 +24,7 @@ pytestmark = pytest.mark.xdist_group('engine')
 
 @pytest.fixture(scope='module')
 def params():
-    params = jax.jit(lambda key: init_params(MODEL, key))(jax.random.key(0))
-    # Logits far apart, so that rounding cannot change which one is largest.
-    return params | {'lm_head': 30 * params['lm_head']}
+    return parameters()
 
 
 @pytest.fixture(scope='module')
@@ -63,51 +36,13 @@ def engine(params):
     engine.close()
 
 
-def prompt_of(length, seed=0):
-    return np.random.default_rng([length, seed]).integers(0, 256, length).tolist()
-
-
-def request(prompt, media=(), constraint=None, **sampling):
-    options = {'temperature': 0.0, 'max_new_tokens': 8} | sampling
-    own = {'prompt_ids': prompt, 'media': media, 'constraint': constraint}
-    return Request(sampling=Sampling(**options), **own)
-
-
-def answers(engine, *requests, take=None):
-    """The tokens of each; take: how many of the first are read before it is dropped."""
-
-    async def read(number, request):
-        stream, found = engine.submit(request), []
-        async for token in stream:
-            found.append(token)
-            if take is not None and number == 0 and len(found) == take:
-                stream.cancel()
-                break
-        return found
-
-    async def all_of_them():
-        return await asyncio.wait_for(
-            asyncio.gather(*(read(n, r) for n, r in enumerate(requests))), 120
-        )
-
-    return asyncio.run(all_of_them())
-
-
-def ids(tokens):
-    return [token.id for token in tokens]
-
-
-def alone(params, prompt, count=8, **options):
-    return list(generate(MODEL, params, prompt, max_new_tokens=count, **options))
-
-
 def test_requests_of_any_length_answer_as_each_does_alone(engine, params):
     lengths = (1, 7, 8, 9, 40, 48, 49, 130, 33, 2)
     some = [request(prompt_of(n), max_new_tokens=3 + n % 5) for n in lengths]
     first = answers(engine, *some[:8])  # more than there are slots
     for asked, found in zip(some, first + answers(engine, *some[8:]), strict=True):
         count = asked.sampling.max_new_tokens
-        assert ids(found) == alone(params, asked.prompt_ids, count, num_ids=512)
+        assert ids(found) == alone(asked.prompt_ids, count, num_ids=512)
         assert [token.finished for token in found] == [None] * (count - 1) + ['length']
 
 
@@ -121,7 +56,7 @@ def test_what_a_seed_draws_does_not_depend_on_the_others(engine):
 
 
 def test_a_stop_id_is_the_last_token(engine, params):
-    new = alone(params, prompt_of(9))
+    new = alone(prompt_of(9))
     stop = new[4]
     (found,) = answers(engine, request(prompt_of(9), stop_ids=frozenset({stop})))
     assert ids(found) == new[: new.index(stop) + 1]
@@ -150,7 +85,7 @@ def test_a_grammar_is_followed_beside_requests_without_one(engine, params):
         text = TOKENIZER.decode(ids(tokens)[:-1])
         assert text in ('a', 'bc', 'bd') and tokens[-1].finished == 'stop'
         assert tokens[-1].id == TOKENIZER.end_of_msg_id
-    assert ids(free) == alone(params, prompt_of(6))
+    assert ids(free) == alone(prompt_of(6))
 
 
 def test_images_are_seen_in_the_order_of_their_pads(engine, params):
@@ -162,7 +97,7 @@ def test_images_are_seen_in_the_order_of_their_pads(engine, params):
     rows = [rows_of(MODEL, params, one, ImageConfig(patch_size=2)) for one in media]
     before, after = prompt_of(5), prompt_of(21)
     expanded = [*before, *[PAD] * 2, 7, *[PAD] * 6, *after]
-    want = alone(params, expanded, media_rows=jnp.concatenate(rows))
+    want = alone(expanded, media_rows=jnp.concatenate(rows))
     asked = request([*before, PAD, 7, PAD, *after], media=media)
     found = answers(engine, request(prompt_of(3)), asked, request(prompt_of(30)))
     assert ids(found[1]) == want
@@ -181,7 +116,7 @@ def test_a_dropped_request_frees_its_slot(engine, params):
     long = request(prompt_of(10), max_new_tokens=150)
     for _ in range(2 * CONFIG.num_slots):
         found = answers(engine, long, request(prompt_of(12)), take=2)
-        assert len(found[0]) == 2 and ids(found[1]) == alone(params, prompt_of(12))
+        assert len(found[0]) == 2 and ids(found[1]) == alone(prompt_of(12))
     while engine.num_running:
         engine.wake()
     assert engine.num_waiting == 0
@@ -217,7 +152,7 @@ def test_requests_that_cannot_be_answered_are_named(engine, prompt, count, messa
 def test_a_grammar_that_is_none_fails_its_own_request_alone(engine, params):
     bad, good = answers(engine, request([1, 2], constraint='start: ('), request(prompt_of(8)))
     assert [token.finished for token in bad] == ['error']
-    assert ids(good) == alone(params, prompt_of(8))
+    assert ids(good) == alone(prompt_of(8))
 
 
 def test_after_a_failed_step_the_next_requests_are_answered(engine, params, monkeypatch):
@@ -228,7 +163,7 @@ def test_after_a_failed_step_the_next_requests_are_answered(engine, params, monk
         patched.setattr(engine._pool, 'step', fail)
         found = answers(engine, request(prompt_of(5)), request(prompt_of(6)))
     assert [tokens[-1].finished for tokens in found] == ['error', 'error']
-    assert ids(answers(engine, request(prompt_of(6)))[0]) == alone(params, prompt_of(6))
+    assert ids(answers(engine, request(prompt_of(6)))[0]) == alone(prompt_of(6))
 
 
 def test_warming_up_leaves_an_engine_that_answers(params):
@@ -236,7 +171,7 @@ def test_warming_up_leaves_an_engine_that_answers(params):
     engine = Engine(pool, TOKENIZER, CONFIG, images=ImageConfig(patch_size=2))
     engine.warm_up()
     engine.start()
-    assert ids(answers(engine, request(prompt_of(9)))[0]) == alone(params, prompt_of(9))
+    assert ids(answers(engine, request(prompt_of(9)))[0]) == alone(prompt_of(9))
     engine.close()
 
 
