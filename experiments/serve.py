@@ -7,7 +7,8 @@ from absl import flags, logging
 from k3jax.flags import activations, define_activations_flags, run_main
 from k3jax.serve.admission import Limits, read_keys
 from k3jax.serve.api.rules import RULES
-from k3jax.serve.engine import Engine, EngineConfig
+from k3jax.serve.engine import Engine
+from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.load import open_model, use_dtype
 from k3jax.serve.pool import Pool
 from k3jax.serve.server import build_app, make_server
@@ -27,6 +28,9 @@ _MAX_LENGTH = flags.DEFINE_integer(
 )
 _MAX_WAITING = flags.DEFINE_integer(
     'max_waiting', EngineConfig.max_waiting, 'Requests that wait for a slot; more get 429.'
+)
+_PREFIX_GIB = flags.DEFINE_float(
+    'prefix_cache_gib', 0.0, 'For beginnings of prompts that need not be read again.', lower_bound=0
 )
 _WARM_UP = flags.DEFINE_bool('warm_up', True, 'Compile everything before the first request.')
 define_activations_flags()
@@ -74,6 +78,7 @@ def main(argv: list[str]) -> None:
         num_slots=_NUM_SLOTS.value,
         max_length=_MAX_LENGTH.value or min(EngineConfig.max_length, positions),
         max_waiting=_MAX_WAITING.value,
+        prefix_cache_bytes=int(_PREFIX_GIB.value * 2**30),
     )
     pool = Pool(loaded.model, loaded.params, config.num_slots, config.max_length, None)
     engine = Engine(pool, loaded.tokenizer, config, images=images, name=_MODEL_NAME.value)

@@ -21,58 +21,17 @@ from k3jax.data.images import ImageConfig, Patches
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.model.cache import Cache
 from k3jax.serve.constrain import Constrainer, Matcher
+from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.generate import rows_from
 from k3jax.serve.media import rows_of
 from k3jax.serve.pool import Pool
-from k3jax.serve.prefix_cache import HASH_TOKENS, PrefixCache, distinct_tokens
+from k3jax.serve.prefix_cache import PrefixCache, distinct_tokens
 from k3jax.serve.request import Finished, Overloaded, Request, Sampling, Token
 from k3jax.serve.rows import Drawn, row_of
 from k3jax.serve.stream import EngineStream, deliver
 from k3jax.train.eval import check_token_ids
 
 _FAILED = Token(0, finished='error')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How much an engine takes on.
-
-    Attributes:
-      num_slots: requests that are decoded together.
-      max_length: tokens of a prompt and its answer.
-      max_waiting: requests that wait for a slot; more are refused.
-      pieces: sizes in which prompts are read, ascending; each is compiled.
-      lane_sizes: lengths of the caches that prompts are read in, ascending; each is compiled with
-        each piece. The longest is max_length whatever is said here.
-      prefix_cache_bytes: for beginnings of prompts that need not be read again; 0: none.
-      prefix_hash_tokens: of which those are multiples.
-    """
-
-    num_slots: int = 16
-    max_length: int = 4096
-    max_waiting: int = 256
-    pieces: tuple[int, ...] = (32, 512)
-    lane_sizes: tuple[int, ...] = (1024, 8192, 65536)
-    prefix_cache_bytes: int = 0
-    prefix_hash_tokens: int = HASH_TOKENS
-
-    def __post_init__(self) -> None:
-        for name in ('num_slots', 'max_length', 'max_waiting', 'prefix_hash_tokens'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name}: got {getattr(self, name)}, wanted 1 or more')
-        for name in ('pieces', 'lane_sizes'):
-            sizes = getattr(self, name)
-            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ValueError(f'{name}: got {sizes}, wanted sizes above 0, ascending')
-
-    def lane_size(self, length: int) -> int:
-        """Of the smallest cache that holds a prompt."""
-        fitting = (size for size in self.lane_sizes if length <= size < self.max_length)
-        return next(fitting, self.max_length)
-
-    def piece(self, length: int) -> int:
-        """The smallest that holds `length` tokens, or the largest."""
-        return next((size for size in self.pieces if length <= size), self.pieces[-1])
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,7 +16,8 @@ from k3jax.model.kimi import Kimi
 from k3jax.model.run import Run
 from k3jax.parallel.mesh import make_mesh
 from k3jax.parallel.shard import parallel_of
-from k3jax.serve.engine import Engine, EngineConfig
+from k3jax.serve.engine import Engine
+from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.placement import place_params
 from k3jax.serve.pool import Pool
 from k3jax.serve.request import Request, Sampling

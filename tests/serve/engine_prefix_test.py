@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3jax.data.images import ImageConfig, Patches
-from k3jax.serve.engine import Engine, EngineConfig
+from k3jax.serve.engine import Engine
+from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.pool import Pool
 from tests.engines import MODEL, PAD, TOKENIZER, alone, answers, ids, parameters, prompt_of, request
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from k3jax.data.images import ImageConfig, Patches
-from k3jax.serve.engine import Engine, EngineConfig
+from k3jax.serve.engine import Engine
+from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.media import rows_of
 from k3jax.serve.pool import Pool
 from k3jax.serve.request import Overloaded
