@@ -21,12 +21,10 @@ from absl import flags, logging
 
 from experiments.bench_peers import DECODE_STEPS, DECODE_WARMUP, PREFILL, PROMPT, TRAIN
 from k3jax.convert.to_orbax import convert
-from k3jax.convert.to_safetensors import export_params
 from k3jax.flags import config_from_file, run_main
 from k3jax.model.cache import init_cache
-from k3jax.model.kimi import Kimi, decode, init_params, prefill
-from k3jax.model.plan import unstack_params
-from k3jax.model.run import Run
+from k3jax.model.kimi import decode, prefill
+from k3jax.serve.export import export_random
 from k3jax.serve.load import Loaded, open_model
 from k3jax.train.optim import make_optimizer
 from k3jax.train.profile import op_scopes, time_by_scope
@@ -39,14 +37,6 @@ _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Turns each implementation gets.')
 _PEER_PYTHON = flags.DEFINE_multi_string(
     'peer_python', [sys.executable], 'Pythons to look for mlx-lm and transformers in.'
 )
-
-
-def _write_release(folder: pathlib.Path) -> None:
-    """A checkpoint with random weights in the released format."""
-    config = config_from_file(_CONFIG.value).model
-    model = Kimi(config, Run(jnp.dtype('float32')), scan_layers=False)
-    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
-    export_params(unstack_params(jax.device_get(params), model.plan), config, folder)
 
 
 def _best(run: Callable[[], None], tokens: int, repeats: int = 3) -> float:
@@ -174,7 +164,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         release = pathlib.Path(_RELEASE.value or f'{folder}/release')
         if not _RELEASE.value:
-            _write_release(release)
+            export_random(config_from_file(_CONFIG.value).model, release)
         convert(str(release), f'{folder}/converted', 'bf16')
         ours = Ours(open_model(f'{folder}/converted', 'float32'))
         peers = _peers(release)

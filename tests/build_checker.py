@@ -92,6 +92,7 @@ DIRECTIONS = {
     'experiments': ('configs', 'k3jax', 'pallas_kernels'),
     # Its other half runs under another environment's Python; both name the same workload.
     'experiments.bench': ('configs', 'experiments.bench_peers', 'k3jax', 'pallas_kernels'),
+    'experiments.bench_engine': ('configs', 'experiments.bench_peers', 'k3jax'),
     'tests': ('configs', 'k3jax', 'pallas_kernels', 'tests'),
 }
 

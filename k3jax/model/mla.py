@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from k3jax.config import ModelConfig
@@ -23,6 +25,7 @@ Params = dict[str, Any]
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 512
+PREFIX = 256  # tokens of a cache that one new token always attends to
 
 
 def expand(
@@ -95,10 +98,17 @@ def cached_attention(
     return jnp.moveaxis(out, 0, 1).reshape(batch, length, *out.shape[3:])
 
 
+def _prefixes(size: int) -> list[int]:
+    """Parts of a cache that attention may be confined to, the last the whole."""
+    return [*itertools.takewhile(lambda n: n < size, (PREFIX << i for i in range(32))), size]
+
+
 def absorbed_attention(
     params: Params, q: jax.Array, cache: MLACache, length: jax.Array, config: ModelConfig
 ) -> jax.Array:
     """One query a sequence against the latents themselves: k_b moves to the query's side.
+
+    What of the cache is after the longest sequence is not read, to a factor of two.
 
     Args: q [B, H, qk]; length [B], tokens to attend to. Returns [B, H, V].
     """
@@ -106,14 +116,21 @@ def absorbed_attention(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     kv_b = params['kv_b_proj'].astype(q.dtype)
     kv_b = kv_b.reshape(-1, nope + config.v_head_dim, config.kv_lora_rank)
-    latent, key = cache.latent.astype(q.dtype), cache.key.astype(q.dtype)
     q_latent = jnp.einsum('bhk,hkr->bhr', q[..., :nope], kv_b[:, :nope])
-    scores = jnp.einsum('bhr,bsr->bhs', q_latent, latent, preferred_element_type=wide)
-    scores += jnp.einsum('bhk,bsk->bhs', q[..., nope:], key, preferred_element_type=wide)
-    seen = jnp.arange(latent.shape[1]) < length[:, None]
-    scores = jnp.where(seen[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    mixed = jnp.einsum('bhs,bsr->bhr', weights, latent)
+
+    def attend(size: int, q_latent: jax.Array, q: jax.Array, cache: MLACache) -> jax.Array:
+        latent, key = (x[:, :size].astype(q.dtype) for x in cache)
+        scores = jnp.einsum('bhr,bsr->bhs', q_latent, latent, preferred_element_type=wide)
+        scores += jnp.einsum('bhk,bsk->bhs', q[..., nope:], key, preferred_element_type=wide)
+        seen = jnp.arange(size) < length[:, None]
+        scores = jnp.where(seen[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return jnp.einsum('bhs,bsr->bhr', weights, latent)
+
+    sizes = _prefixes(cache.latent.shape[1])
+    longest = jnp.sum(jnp.max(length) > np.array(sizes[:-1], np.int32))
+    branches = [functools.partial(attend, size) for size in sizes]
+    mixed = lax.switch(longest, branches, q_latent, q, cache)
     return jnp.einsum('bhr,hvr->bhv', mixed, kv_b[:, nope:])
 
 

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -15,7 +16,10 @@ from k3jax.convert.binding import FAMILIES, flatten, unflatten
 from k3jax.convert.progress import Progress
 from k3jax.convert.to_safetensors import export_params
 from k3jax.data.tokenizer import BYTES
+from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layout import model_leaves
+from k3jax.model.plan import unstack_params
+from k3jax.model.run import Run
 from k3jax.serve.load import workdir_params
 from k3jax.train.checkpoint import read_config
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4, quantise_mxfp4
@@ -51,6 +55,13 @@ def released_form(
             flat[path] = jax.device_get(quantise(np.asarray(array)))
     form = 'mxfp4' if packs else config.experts_format
     return unflatten(flat), dataclasses.replace(config, experts_format=form)
+
+
+def export_random(config: ModelConfig, target: epath.PathLike) -> None:
+    """Writes a model of fresh parameters in the released layout, for measurements."""
+    model = Kimi(config, Run(jnp.dtype('float32')), scan_layers=False)
+    params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
+    export_params(unstack_params(jax.device_get(params), model.plan), config, target)
 
 
 def export_workdir(

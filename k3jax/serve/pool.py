@@ -169,9 +169,10 @@ class Pool:
 
 def _step(model, params, cache, rows, active, mask, constrained):
     rows = rows._replace(active=active)
-    logits, after = decode(model, params, rows.token, cache)
-    # A slot without a request stays where it is: its cache is full of what will be written over.
-    cache = after._replace(length=jnp.where(active, after.length, cache.length))
+    # A slot without a request is an empty one, so that attention is as short as the others allow;
+    # what is in its cache will be written over.
+    cache = cache._replace(length=jnp.where(active, cache.length, 0))
+    logits, cache = decode(model, params, rows.token, cache)
     drawn, rows = draw(logits, rows, mask, constrained)
     return cache, rows, drawn
 

@@ -56,7 +56,11 @@ def _pick(experts: Experts, expert: jax.Array, dtype: jnp.dtype) -> Experts:
 
 
 def _tile_size(num_rows: int, num_groups: int) -> int:
+    """A few rows of an expert cost as much as one, whose weights are read: so that few experts of
+    a decode step are read twice, its tiles are twice the average group."""
     average = max(1, num_rows // num_groups)
+    if 1 < average < 16:
+        average *= 2
     return min(MAX_TILE, 1 << (average - 1).bit_length())
 
 
