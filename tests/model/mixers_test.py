@@ -139,6 +139,34 @@ def test_cached_attention_equals_the_layer_whatever_the_block_of_keys(monkeypatc
     assert np.all(np.asarray(cache.latent)[:, 12:] == 7.0)  # padding is not written
 
 
+@pytest.mark.parametrize('prefix', [1, 3, 16])
+def test_one_token_at_a_time_equals_the_layer_whatever_part_of_the_cache_is_read(
+    monkeypatch, prefix
+):
+    """Rows of unequal length: the shorter is two tokens behind."""
+    monkeypatch.setattr(mla, 'PREFIX', prefix)
+    config, size = tiny.k3(), 13
+    params, x = arguments(config, 3, 'self_attn', length=12)
+    cache = MLACache(np.full((B, size, config.kv_lora_rank), 7.0), np.full((B, size, 4), 7.0))
+    behind = 2 * np.arange(B)
+
+    @jax.jit
+    def call(params, x, cache, length):
+        return mla.mla_mixer(
+            params, x, config, segment_ids=None, cache=cache, length=length, run=RUN
+        )[:2]
+
+    found = np.zeros_like(x)
+    for step in range(12 + behind.max()):
+        place = np.clip(step - behind, 0, 11)
+        rows = np.arange(B)
+        with jax.enable_x64(True):
+            out, cache = call(params, x[rows, place][:, None], cache, place.astype(np.int32))
+        found[rows, place] = out[:, 0]
+    for b in range(B):
+        assert relative_error(found[b], oracle.mla_mixer(params, x[b], config)) < EXACT
+
+
 MOE_VARIANTS = {
     'k3': tiny.k3(),
     'kimi_linear': tiny.kimi_linear(),
