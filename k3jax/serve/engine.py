@@ -365,7 +365,8 @@ class Engine:
         ]
         if jobs:
             active, mask = np.zeros(self._pool.num_slots, bool), None
-            active[[slot for slot, _ in jobs]] = True
+            # Also those that want no more tokens: their caches are still to be held.
+            active[list(self._running)] = True
             if is_constrained:
                 mask = np.full(self._pool.open_mask.shape, 2**32 - 1, np.uint32)
                 for slot, job in jobs:

@@ -1,5 +1,6 @@
 """An engine that holds beginnings of prompts answers as one that reads all of them."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,6 +69,23 @@ def test_the_next_turn_begins_after_all_but_the_last_partial_block_of_the_first(
     # The last token that was drawn has not been read.
     reach = (len(prompt) + len(new) - 1) // HASH * HASH
     assert cached(engine, request(turn)) == (reach, alone(turn))
+
+
+def test_what_is_held_of_an_answer_does_not_depend_on_what_runs_beside_it(engine):
+    """The first page of a short prompt is written when its answer ends, while the other goes on."""
+    prompt = prompt_of(5)
+    found = answers(
+        engine, request(prompt, max_new_tokens=20), request(prompt_of(12), max_new_tokens=90)
+    )
+    tokens = np.array([*prompt, *ids(found[0])], np.int64)
+    held, length = engine._prefixes.load(tokens, engine._pool.lanes(48), 0)
+    assert length == 24
+    padded = np.pad(tokens[:24].astype(np.int32), (0, 8))[None]
+    _, read = engine._pool.read(padded, np.array([24], np.int32), engine._pool.lanes(48), None)
+    for one, other in zip(*map(jax.tree.leaves, (held, read)), strict=True):
+        if one.shape[1:2] == (48,):  # of latents, what is past them means nothing
+            one, other = one[:, :24], other[:, :24]
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_other_images_are_other_prompts(engine):
