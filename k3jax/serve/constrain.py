@@ -9,6 +9,10 @@ import numpy as np
 
 from k3jax.data.tokenizer import Tokenizer
 
+# Of a grammar: a hundred tools, or seconds to compile. The items of a step allow all optional
+# properties of such a grammar, of which one takes four, so that none fails on its way.
+_MAX_BYTES, _MAX_SYMBOLS, _MAX_ITEMS = 2**20, 50_000, 20_000
+
 
 class _Vocabulary:
     """A tokenizer as llguidance reads it."""
@@ -69,7 +73,9 @@ class Constrainer:
     def __init__(self, tokenizer: Tokenizer):
         self._vocab_size = tokenizer.vocab_size
         self._end_id = tokenizer.end_of_msg_id
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            verbose_errors=False, max_grammar_size=_MAX_SYMBOLS, max_items_in_row=_MAX_ITEMS
+        )
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer)),
             n_vocab=tokenizer.vocab_size,
@@ -78,6 +84,8 @@ class Constrainer:
 
     def fault(self, grammar: str) -> str | None:
         """What is wrong with a grammar, in a line; None for nothing."""
+        if len(grammar) > _MAX_BYTES:
+            return f'too large: {len(grammar)} bytes of rules, wanted at most {_MAX_BYTES}'
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
             grammar, self._tokenizer, limits=self._limits
         )

@@ -216,6 +216,12 @@ class Engine:
     def _fail_all(self, jobs: Iterable[_Job]) -> None:
         deliver([(job.stream, _FAILED) for job in jobs])
 
+    def _give_up(self, job: _Job, error: Exception) -> None:
+        """Fails one request, whose own images or grammar are at fault."""
+        logging.warning('a request is given up: %s', error)
+        self._running.pop(job.slot, None)
+        self._fail_all([job])
+
     def _turn(self) -> None:
         """One piece of prompts, one step of what runs."""
         self._drop_cancelled()
@@ -249,8 +255,7 @@ class Engine:
             try:
                 self._prepare(job)
             except Exception as error:
-                logging.warning('a request cannot be begun: %s', error)
-                self._fail_all([job])
+                self._give_up(job, error)
                 continue
             lane, job.slot = list(free.items())[len(jobs)]
             jobs[lane] = job
@@ -340,7 +345,11 @@ class Engine:
             seed = int(self._seeds.integers(2**32))
         vocab_size = self._pool.model.config.vocab_size
         row = row_of(sampling, seed % 2**32, tuple(job.prompt), self._num_ids, vocab_size)
-        mask = None if job.matcher is None else self._mask_of(job.matcher)
+        try:
+            mask = None if job.matcher is None else self._mask_of(job.matcher)
+        except Exception as error:
+            self._give_up(job, error)
+            return
         drawn = self._pool.admit(cache, logits, job.slot, row, mask)
         self._running[job.slot] = job
         self._ask(drawn, [(lane, job)])
@@ -355,25 +364,32 @@ class Engine:
     def _decode(self) -> None:
         """A step is asked for before the tokens of the one before are read, so that the device does
         not wait; but with a grammar, which must know them."""
-        is_constrained = any(job.matcher for job in self._running.values())
-        if is_constrained:
+        mask = None
+        if any(job.matcher for job in self._running.values()):
             self._read_tokens()
+            mask = self._masks()
         jobs = [
             (slot, job)
             for slot, job in self._running.items()
             if job.num_asked < job.request.sampling.max_new_tokens
         ]
         if jobs:
-            active, mask = np.zeros(self._pool.num_slots, bool), None
+            active = np.zeros(self._pool.num_slots, bool)
             # Also those that want no more tokens: their caches are still to be held.
             active[list(self._running)] = True
-            if is_constrained:
-                mask = np.full(self._pool.open_mask.shape, 2**32 - 1, np.uint32)
-                for slot, job in jobs:
-                    if job.matcher:
-                        mask[slot] = self._mask_of(job.matcher)
             self._ask(self._pool.step(active, mask), jobs)
-        self._read_tokens(leave=0 if is_constrained or not jobs else 1)
+        self._read_tokens(leave=1 if jobs and mask is None else 0)
+
+    def _masks(self) -> np.ndarray:
+        """[B, words]: what every slot may draw; a request whose grammar fails is given up."""
+        mask = np.full(self._pool.open_mask.shape, 2**32 - 1, np.uint32)
+        for slot, job in list(self._running.items()):
+            try:
+                if job.matcher:
+                    mask[slot] = self._mask_of(job.matcher)
+            except Exception as error:
+                self._give_up(job, error)
+        return mask
 
     def _ask(self, drawn: Drawn, jobs: list[tuple[int, _Job]]) -> None:
         for _, job in jobs:
@@ -398,7 +414,11 @@ class Engine:
         found = []
         for place, job in jobs:
             token, job.num_drawn = int(tokens[place]), job.num_drawn + 1
-            finished = self._finished(job, token)
+            try:
+                finished = self._finished(job, token)
+            except Exception as error:
+                self._give_up(job, error)
+                continue
             logprob, top = None, ()
             if job.request.sampling.logprobs is not None:
                 logprobs, ids, best = (x[place] for x in tops)

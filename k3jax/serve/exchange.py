@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from absl import logging
@@ -67,7 +68,8 @@ class Exchange:
         self._engine, self._rules, self._limits = engine, rules, limits
         self._keys, self._rate = keys, Rate(limits.requests_per_minute)
         self._preparer, self._metrics = preparer, metrics
-        self._preparing = asyncio.Semaphore(_NUM_PREPARING)
+        # Not a semaphore: a client that leaves would give up its place while its thread works on.
+        self._preparing = ThreadPoolExecutor(_NUM_PREPARING, 'prepare')
 
     def check_key(self, authorization: str | None) -> str | None:
         """Who asks; raises ApiError for somebody who may not."""
@@ -119,8 +121,9 @@ class Exchange:
                 await unless_gone(receive, work)
 
     async def _work(self, data: bytes, send: Send, started: float, *, is_chat: bool) -> None:
-        async with self._preparing:
-            asked, prepared = await asyncio.to_thread(self._prepared, data, is_chat)
+        asked, prepared = await asyncio.get_running_loop().run_in_executor(
+            self._preparing, self._prepared, data, is_chat
+        )
         del data
         try:
             stream = self._engine.submit(prepared.request)

@@ -11,8 +11,7 @@ from typing import Any
 
 from k3jax.data.chat import Channel
 from k3jax.serve.api.chat_request import ChatRequest, JsonFormat
-from k3jax.serve.api.errors import ApiError
-from k3jax.serve.schema_text import TYPES, SchemaReader, UnsupportedSchema
+from k3jax.serve.schema_text import TYPES, SchemaReader, UnsupportedSchema, strings_at
 
 MAX_CALLS = 16  # in one answer
 _COMPACT = {'whitespace_flexible': False}
@@ -82,9 +81,12 @@ class _ToolGrammar:
         self.rules = [f'{self.start}: {head} {value} {_closing("json")}']
 
     def _one_by_one(self, schema: dict[str, Any]) -> None:
-        properties = dict(schema.get('properties') or {})
+        properties = schema.get('properties') or {}
+        if not isinstance(properties, dict):
+            raise UnsupportedSchema('properties: wanted an object')
+        properties = dict(properties)
         extra = schema.get('additionalProperties')
-        required = schema.get('required') or ()
+        required = dict.fromkeys(strings_at(schema, 'required'))
         for name in required:
             properties.setdefault(name, True if extra is None else extra)
         pieces = []
@@ -183,7 +185,7 @@ def chat_grammar(asked: ChatRequest, opened: Channel) -> str | None:
     parallel: then those of every tool follow its schema.
 
     Raises:
-      ApiError: a schema that says nothing that can be written.
+      UnsupportedSchema: one that says nothing that can be written, or too much.
     """
     if not needs_grammar(asked):
         return None
@@ -199,10 +201,7 @@ def chat_grammar(asked: ChatRequest, opened: Channel) -> str | None:
         choices.append(f'answer {_closing("response")}')
     elif mode != 'required':
         choices.append(text)
-    try:
-        if tools:
-            rules += _tools(tools, MAX_CALLS if asked.parallel_tool_calls else 1)
-    except UnsupportedSchema as error:
-        raise ApiError(f'tools: a schema cannot be enforced: {error}', param='tools') from None
+    if tools:
+        rules += _tools(tools, MAX_CALLS if asked.parallel_tool_calls else 1)
     start = f'start: {think}({" | ".join(choices)}) {_closing("message")}'
     return '\n'.join([start, *rules]) + '\n'

@@ -13,7 +13,8 @@ from k3jax.serve.schema_text import SchemaReader
 def k2_grammar(asked: ChatRequest, opened: Channel) -> str | None:
     """The grammar of a chat's answer, from where the prompt leaves off; None for any answer.
 
-    As `grammar.chat_grammar`; arguments are JSON here, and the calls' ids count anyhow.
+    As `grammar.chat_grammar`, also in what it raises; arguments are JSON here, and the calls' ids
+    count anyhow.
     """
     if not needs_grammar(asked):
         return None

@@ -18,6 +18,7 @@ from k3jax.serve.constrain import Constrainer
 from k3jax.serve.grammar import chat_grammar
 from k3jax.serve.grammar_k2 import k2_grammar
 from k3jax.serve.request import Engine, Request, Sampling
+from k3jax.serve.schema_text import UnsupportedSchema
 
 
 class Prepared(NamedTuple):
@@ -31,6 +32,10 @@ class Prepared(NamedTuple):
     request: Request
     opened: Channel | None
     num_prompt_tokens: int
+
+
+def _unenforceable(why: object) -> ApiError:
+    return ApiError(f'A JSON schema of this request cannot be enforced: {why}')
 
 
 class Preparer:
@@ -106,7 +111,10 @@ class Preparer:
         num_tokens = len(prompt.ids) + num_seen - len(plans)
         limit = self._new_tokens(num_tokens, asked.common.max_tokens)
         make = k2_grammar if is_before_k3(self._engine.tokenizer) else chat_grammar
-        grammar = make(asked, prompt.opened)
+        try:
+            grammar = make(asked, prompt.opened)
+        except UnsupportedSchema as error:
+            raise _unenforceable(error) from None
         if grammar is not None:
             self._check_grammar(grammar)
         request = Request(
@@ -124,7 +132,7 @@ class Preparer:
             )
         fault = self._constrainer.fault(grammar)
         if fault is not None:
-            raise ApiError(f'A JSON schema of this request cannot be enforced: {fault}')
+            raise _unenforceable(fault)
 
     def _encoded(self, text: str, wanted: int | None) -> list[int]:
         ids: list[int] = []

@@ -44,6 +44,7 @@ def _adjusted(logits: jax.Array, choice: Choice) -> jax.Array:
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         kept &= (ids < top_k) | (top_k == 0)
         kept &= probs >= min_p * probs[..., :1]
+        kept |= ids == 0  # the likeliest, also where top_p or what it is compared with rounds to 0
         threshold = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         return jnp.where(scaled >= threshold, scaled, -jnp.inf)
 

@@ -20,6 +20,15 @@ _FORMATS = (
 )
 
 
+# Of a schema's parts looked at, and of one inside another by way of references: llguidance takes
+# time and memory for each of those that it has to merge, which may double with every reference.
+_MAX_LOOKS, _MAX_NESTING = 100_000, 200
+# What merges schemas; and where they have schemas of their own, that are then merged with others'.
+_MERGED = ('allOf', 'anyOf', 'oneOf')
+_NAMED = ('properties', 'patternProperties')
+_INNER = ('items', 'prefixItems', 'additionalProperties', *_NAMED)
+
+
 class UnsupportedSchema(ValueError):
     """A schema whose strings cannot be written as a terminal; says why."""
 
@@ -39,17 +48,87 @@ def _type_of(value: Any) -> str:
     return 'array'
 
 
+def array_at(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    """A keyword's array, empty where there is none; raises UnsupportedSchema for what is none."""
+    value = schema.get(keyword)
+    if value is not None and not isinstance(value, list):
+        raise UnsupportedSchema(f'{keyword}: wanted an array')
+    return value or []
+
+
+def strings_at(schema: Mapping[str, Any], keyword: str) -> list[str]:
+    """As `array_at`, of strings alone."""
+    found = array_at(schema, keyword)
+    if not all(isinstance(value, str) for value in found):
+        raise UnsupportedSchema(f'{keyword}: wanted an array of strings')
+    return found
+
+
+def _is_index(part: str, values: list[Any]) -> bool:
+    return part.isdecimal() and len(part) < 10 and int(part) < len(values)
+
+
+def _length_at(schema: Mapping[str, Any], keyword: str) -> int | None:
+    value = schema.get(keyword)
+    if value is not None and (type(value) is not int or value < 0):
+        raise UnsupportedSchema(f'{keyword}: wanted a whole number from 0 up')
+    return value
+
+
 def _branches(schema: Mapping[str, Any]) -> Iterator[list[Any]]:
     for keyword in ('anyOf', 'oneOf'):
-        if isinstance(schema.get(keyword), list):
-            yield schema[keyword]
+        if schema.get(keyword) is not None:
+            yield array_at(schema, keyword)
+
+
+class InvolvedSchema(UnsupportedSchema):
+    """A schema that nothing can be made of in a reasonable time."""
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """`value` and everything inside it."""
+    left = [value]
+    while left:
+        part = left.pop()
+        yield part
+        if isinstance(part, dict | list):
+            left += part.values() if isinstance(part, dict) else part
 
 
 class SchemaReader:
     """Reads schemas that lie within one root, from which their references start."""
 
     def __init__(self, root: Mapping[str, Any]):
+        """Raises InvolvedSchema for one that is small, but would become very large."""
         self.root = root
+        self._looks = 0
+        for part in _parts(root):
+            self._look(part, (), 0, is_merged=False)
+
+    def _look(self, schema: Any, seen: tuple[str, ...], depth: int, *, is_merged: bool) -> None:
+        """Counts what has to be merged with `schema`, or followed to know its types."""
+        self._looks += 1
+        if self._looks > _MAX_LOOKS or depth > _MAX_NESTING:
+            raise InvolvedSchema('references that multiply')
+        if not isinstance(schema, dict):
+            return
+        is_merged |= 'allOf' in schema or ('$ref' in schema and len(schema) > 1)
+        inner: list[Any] = []
+        for keyword in _MERGED + _INNER * is_merged:
+            value = schema.get(keyword)
+            if keyword in _NAMED and isinstance(value, dict):
+                inner += value.values()
+            else:
+                inner += value if isinstance(value, list) else [value]
+        for part in filter(None, inner):
+            self._look(part, seen, depth + 1, is_merged=is_merged)
+        reference = schema.get('$ref')
+        if reference is not None and reference not in seen:
+            try:
+                target = self.target(reference)
+            except UnsupportedSchema:
+                return
+            self._look(target, (*seen, reference), depth + 1, is_merged=is_merged)
 
     def target(self, reference: Any) -> Any:
         """What a `$ref` points to.
@@ -64,7 +143,7 @@ class SchemaReader:
             raise UnsupportedSchema('$ref: wanted one within the schema, "#/..."')
         for part in reference[2:].split('/'):
             part = part.replace('~1', '/').replace('~0', '~')
-            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            if isinstance(found, list) and _is_index(part, found):
                 found = found[int(part)]
             elif isinstance(found, dict) and part in found:
                 found = found[part]
@@ -73,7 +152,11 @@ class SchemaReader:
         return found
 
     def types(self, schema: Any, seen: tuple[str, ...] = ()) -> frozenset[str]:
-        """Those of `TYPES` that a value may have; some of them may still have no value."""
+        """Those of `TYPES` that a value may have; some of them may still have no value.
+
+        Raises:
+          UnsupportedSchema: it is none.
+        """
         everything = frozenset(TYPES)
         if isinstance(schema, bool) or not isinstance(schema, dict):
             return everything if schema is not False else frozenset()
@@ -83,14 +166,16 @@ class SchemaReader:
             found &= self.types(self.target(reference), (*seen, reference))
         if 'type' in schema:
             named = schema['type'] if isinstance(schema['type'], list) else [schema['type']]
+            if not all(isinstance(name, str) for name in named):
+                raise UnsupportedSchema('type: wanted a string, or an array of strings')
             found &= {'number' if name == 'integer' else name for name in named}
         if 'const' in schema:
             found &= {_type_of(schema['const'])}
-        if isinstance(schema.get('enum'), list):
-            found &= {_type_of(value) for value in schema['enum']}
+        if schema.get('enum') is not None:
+            found &= {_type_of(value) for value in array_at(schema, 'enum')}
         for branches in _branches(schema):
             found &= frozenset().union(*(self.types(branch, seen) for branch in branches))
-        for part in schema.get('allOf') or ():
+        for part in array_at(schema, 'allOf'):
             found &= self.types(part, seen)
         return found
 
@@ -111,19 +196,19 @@ class SchemaReader:
             if reference in seen:
                 raise UnsupportedSchema('$ref to itself for a string')
             parts.append(self.text(self.target(reference), (*seen, reference)))
-        values = [schema['const']] if 'const' in schema else schema.get('enum')
-        if values is not None:
+        if 'const' in schema or schema.get('enum') is not None:
+            values = [schema['const']] if 'const' in schema else array_at(schema, 'enum')
             parts.append(_any(json.dumps(value) for value in values if isinstance(value, str)))
         if 'pattern' in schema:
-            parts.append(f'/{llguidance.regex_to_lark(_whole_regex(schema["pattern"]), "dw")}/')
-        low, high = schema.get('minLength', 0), schema.get('maxLength')
+            parts.append(_pattern(schema['pattern']))
+        low, high = _length_at(schema, 'minLength') or 0, _length_at(schema, 'maxLength')
         if low or high is not None:
-            parts.append(f'/(?s:.{{{int(low)},{"" if high is None else int(high)}}})/')
+            parts.append(f'/(?s:.{{{low},{"" if high is None else high}}})/')
         for branches in _branches(schema):
             fitting = [b for b in branches if 'string' in self.types(b)]
             texts = [self.text(branch, seen) for branch in fitting]
             parts.append(None if None in texts else _any(text for text in texts if text))
-        parts += [self.text(part, seen) for part in schema.get('allOf') or ()]
+        parts += [self.text(part, seen) for part in array_at(schema, 'allOf')]
         return ' & '.join(f'({part})' for part in parts if part is not None) or None
 
     def json(self, schema: Any, kind: str | None, **options: Any) -> str:
@@ -144,6 +229,13 @@ class SchemaReader:
         if _has_reference(moved):
             moved['$defs'] = {_ROOT: _moved(self.root)}
         return '%json ' + json.dumps({'x-guidance': options} | moved)
+
+
+def _pattern(pattern: Any) -> str:
+    try:
+        return f'/{llguidance.regex_to_lark(_whole_regex(pattern), "dw")}/'
+    except UnicodeEncodeError:
+        raise UnsupportedSchema('pattern with half a character') from None
 
 
 def _any(literals: Iterator[str]) -> str:

@@ -193,6 +193,15 @@ def test_no_body_breaks_the_reader(fields, has_message):
         assert error.status == 400 and json.dumps(error.body)
 
 
+def test_a_long_unknown_name_is_not_compared_and_limits_are_whole_numbers():
+    with pytest.raises(ApiError, match='unknown field$'):
+        read_chat_request({'messages': [], 'temperatur' + 'e' * 1_000_000: 1}, RULES['open'])
+    with pytest.raises(ApiError, match='did you mean temperature'):
+        read_chat_request({'messages': [], 'temperatur': 1}, RULES['open'])
+    with pytest.raises(ApiError, match='from 1 to 1048576$'):
+        read_chat_request({'messages': [], 'max_tokens': 0}, RULES['open'])
+
+
 def test_usage_has_the_cached_tokens_twice():
     body = Usage(10, 5, 7, 2).body
     assert (body['prompt_tokens'], body['completion_tokens'], body['total_tokens']) == (10, 5, 15)

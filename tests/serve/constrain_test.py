@@ -1,6 +1,7 @@
 """Random tokens under the grammar of a request: valid calls and valid JSON, whatever the schema."""
 
 import json
+import re
 
 import jsonschema
 import numpy as np
@@ -13,6 +14,7 @@ from k3jax.serve.api.rules import RULES
 from k3jax.serve.constrain import Constrainer
 from k3jax.serve.grammar import MAX_CALLS, chat_grammar
 from k3jax.serve.grammar_k2 import k2_grammar
+from k3jax.serve.schema_text import UnsupportedSchema
 from tests.vocabulary import k2_tokenizer, released_tokenizer, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -311,6 +313,88 @@ def test_what_cannot_be_enforced_is_named():
     loose = [function('f', schema)]
     grammar = chat_grammar(request(tools=loose, tool_choice='required'), 'think')
     assert CONSTRAINER.fault(grammar) is None
+
+
+@pytest.mark.parametrize('depth', [4, 40])
+@pytest.mark.parametrize(
+    'both',
+    [
+        lambda schema: {'allOf': [schema] * 2},
+        lambda schema: {'anyOf': [schema] * 2},
+        lambda schema: schema | {'allOf': [schema]},
+        lambda schema: {'allOf': [{'properties': {'y': schema}}] * 2},
+        lambda schema: {'allOf': [{'items': schema}] * 2},
+        lambda schema: {'allOf': [{'additionalProperties': schema}] * 2},
+    ],
+    ids=('allOf', 'anyOf', '$ref', 'properties', 'items', 'additional'),
+)
+def test_a_schema_whose_references_multiply_is_refused_before_it_grows(both, depth):
+    defs = {f'd{i}': both({'$ref': f'#/$defs/d{i + 1}'}) for i in range(depth)}
+    defs[f'd{depth}'] = {'type': 'string', 'enum': ['q']}
+    schema = object_of({'x': {'$ref': '#/$defs/d0'}}) | {'$defs': defs}
+    for asked in (
+        request(response_format=json_schema(schema)),
+        request(tools=[function('f', schema)], tool_choice='required'),
+    ):
+        for make in (chat_grammar, k2_grammar):
+            if depth == 4:
+                assert make(asked, 'response')
+                continue
+            with pytest.raises(UnsupportedSchema, match='multiply'):
+                make(asked, 'response')
+
+
+@pytest.mark.parametrize(
+    'schema',
+    [
+        {'required': 5},
+        {'required': [1]},
+        {'required': [['x']]},
+        {'required': 'abc'},
+        {'properties': 5},
+        {'properties': [1]},
+        *(
+            {'properties': {'x': value}}
+            for value in (
+                {'type': 5},
+                {'type': {}},
+                {'type': [[]]},
+                {'enum': 5},
+                {'allOf': 5},
+                {'anyOf': 5},
+                {'type': 'string', 'minLength': 'abc'},
+                {'type': 'string', 'minLength': [1]},
+                {'type': 'string', 'minLength': -5},
+                {'type': 'string', 'maxLength': float('inf')},
+                {'type': 'string', 'pattern': '\ud800'},
+                {'type': 'string', 'pattern': '('},
+                {'$ref': 5},
+                {'$ref': '#/nowhere'},
+                {'$ref': '#/required/' + '9' * 5000},
+            )
+        ),
+    ],
+    ids=lambda schema: str(schema)[:60],
+)
+def test_a_schema_that_is_none_is_told_and_no_fault_of_ours(schema):
+    tools = [function('f', {'type': 'object', 'required': []} | schema)]
+    grammar = chat_grammar(request(tools=tools, tool_choice='required'), 'response')
+    assert CONSTRAINER.fault(grammar)
+
+
+def test_a_grammar_that_would_take_long_is_refused_and_one_that_is_taken_does_not_fail_later():
+    many = {f'p{i}': {'type': 'string'} for i in range(20_000)}
+    asked = request(response_format=json_schema(object_of(many)))
+    assert re.search('too (big|large)', CONSTRAINER.fault(chat_grammar(asked, 'response')))
+    tools = [function('f', object_of(many))]
+    grammar = chat_grammar(request(tools=tools, tool_choice='required'), 'response')
+    assert CONSTRAINER.fault(grammar).startswith('too large')
+    some = {f'p{i}': {'type': 'string'} for i in range(1000)}
+    asked = request(response_format=json_schema({'type': 'object', 'properties': some}))
+    matcher = CONSTRAINER.matcher(chat_grammar(asked, 'response'))
+    for token_id in TOKENIZER.encode('{"p7":"x","p900":"'):
+        assert matcher.mask()[token_id]
+        matcher.advance(token_id)
 
 
 def test_a_token_that_is_not_allowed_is_refused():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from k3jax.data.images import ImageConfig, Patches
+from k3jax.serve.constrain import Matcher
 from k3jax.serve.engine import Engine
 from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.media import rows_of
@@ -154,6 +155,30 @@ def test_a_grammar_that_is_none_fails_its_own_request_alone(engine, params):
     bad, good = answers(engine, request([1, 2], constraint='start: ('), request(prompt_of(8)))
     assert [token.finished for token in bad] == ['error']
     assert ids(good) == alone(prompt_of(8))
+
+
+@pytest.mark.parametrize('fails', ['bitmask', 'advance'])
+@pytest.mark.parametrize('after', [0, 2])
+def test_a_grammar_that_fails_on_its_way_fails_its_own_request_alone(
+    engine, params, monkeypatch, fails, after
+):
+    calls = []
+
+    def failing(matcher, *args):
+        calls.append(args)
+        if len(calls) > after:
+            raise ValueError('grammar: a row with too many items')
+        return whole(matcher, *args)
+
+    whole = getattr(Matcher, fails)
+    bad = request(prompt_of(4), constraint='start: /a{9}/')
+    with monkeypatch.context() as patched:
+        patched.setattr(Matcher, fails, failing)
+        found, *others = answers(engine, bad, request(prompt_of(8)), request(prompt_of(9)))
+    assert len(found) == after + 1 and found[-1].finished == 'error'
+    for tokens, length in zip(others, (8, 9), strict=True):
+        assert ids(tokens) == alone(prompt_of(length))
+    assert engine.num_running == 0
 
 
 def test_after_a_failed_step_the_next_requests_are_answered(engine, params, monkeypatch):

@@ -94,6 +94,14 @@ def test_what_is_cut_off_is_what_numpy_says(fields, oracle):
             np.testing.assert_allclose(found[row], want / want.sum(), atol=1e-6)
 
 
+@pytest.mark.parametrize('fields', [{'top_p': 1e-50}, {'top_p': 1e-9}, {'temperature': 1e-50}])
+def test_numbers_that_round_to_0_leave_the_likeliest_token(fields):
+    logits = logits_of(3)
+    rows = rows_of(Sampling(**fields))
+    found, _ = draw(logits, rows, open_mask(rows), np.bool_(False))
+    assert int(found.token[0]) == np.argmax(logits)
+
+
 def test_only_allowed_tokens_are_drawn():
     allowed = np.zeros((2, Z), bool)
     allowed[0, [1, 33, 39]] = True

@@ -129,7 +129,7 @@ class Fields:
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or not low <= value <= high:
-            upper = f' to {high:g}' if high < math.inf else ' up'
+            upper = f' to {high}' if high < math.inf else ' up'
             raise wrong(self.path(name), value, f'a whole number from {low}{upper}')
         return value
 
@@ -146,8 +146,9 @@ class Fields:
         """Raises ApiError for a field that is not known, with the name that it probably means."""
         for name in self._value:
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f'; did you mean {close[0]}?' if close else ''
                 shown = name if len(name) <= 60 else f'{name[:57]}...'
+                # Of a long name the comparison alone would take seconds and gigabytes.
+                close = difflib.get_close_matches(name, known, 1) if name == shown else ()
+                hint = f'; did you mean {close[0]}?' if close else ''
                 param = self.path(shown)
                 raise ApiError(f'{param}: unknown field{hint}', param=param, code='unknown_field')
