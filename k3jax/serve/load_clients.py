@@ -146,7 +146,7 @@ class _Clients:
             'seed': rng.randrange(2**31),
         }
         drops_after = rng.randint(0, load.max_tokens // 2) if rng.random() < load.drop_share else -1
-        asked = last = time.perf_counter()
+        asked, last = time.perf_counter(), None  # last: when a token came
         events, ended, usage = 0, False, None
         stream = chat(self.url, body, load.api_key)
         async with contextlib.aclosing(stream):
@@ -161,10 +161,13 @@ class _Clients:
                     break
                 if 'error' in event:
                     raise ValueError(f'an event with an error: {event["error"]}')
-                if self.is_counted:
-                    (self.gaps if events else self.first).append(now - (last if events else asked))
-                    self.events += 1
-                events, last = events + 1, now
+                events += 1
+                # What comes before the first token says nothing of one.
+                if any(_has_text(choice.get('delta') or {}) for choice in event['choices']):
+                    if self.is_counted:
+                        (self.first if last is None else self.gaps).append(now - (last or asked))
+                        self.events += 1
+                    last = now
                 for choice in event['choices']:
                     usage = choice.get('usage') or usage
         if not ended:
@@ -174,6 +177,10 @@ class _Clients:
             raise ValueError('the last event has no usage')
         self.answers += 1
         self.tokens += usage['completion_tokens'] if self.is_counted else 0
+
+
+def _has_text(delta: dict[str, Any]) -> bool:
+    return any(delta.get(name) for name in ('content', 'reasoning_content', 'tool_calls'))
 
 
 def resident_bytes(pid: int) -> int:
