@@ -50,6 +50,7 @@ def tiny(mesh, batch_size=32):
     return dataclasses.replace(config, model=model, train=train)
 
 
+@pytest.mark.slow
 def test_a_step_on_64_chips_has_our_kernels_and_moves_tokens_not_expert_tables():
     done, program = compiled(
         tiny(MeshConfig(expert=8, sequence=2, whole_below=0)), 'train', 'v5p:4x4x4'

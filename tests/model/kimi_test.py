@@ -283,6 +283,7 @@ def training_program(num_layers):
     return jax.jit(jax.value_and_grad(loss)).lower(params, rows, rows, rows).as_text()
 
 
+@pytest.mark.slow
 def test_training_program_hardly_grows_from_45_to_93_layers():
     assert small_k3(93).linear_attn_config.full_attn_layers == (
         kimi_k3.get_config().model.linear_attn_config.full_attn_layers

@@ -144,6 +144,7 @@ def gradient(mtp, shape=None):
     return find(stepped()[2], given)
 
 
+@pytest.mark.slow
 def test_without_weight_it_has_no_gradient():
     assert float(Sums(1.0, 2.0, 3.0).objective(Extra(z=0.1, mtp=0.5))) == pytest.approx(2.7)
     alone, half = gradient(0.0), gradient(0.5)
