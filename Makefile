@@ -56,7 +56,7 @@ train: $(VENV)/.runtime
 	$(RUN) experiments.train --config=configs/tiny_k3.py --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
-	$(ON_CPU) $(RUN) pytest -n $(JOBS) --dist loadgroup -m 'not slow' $(ARGS)
+	$(ON_CPU) $(RUN) pytest -n $(JOBS) --dist loadfile -m 'not slow' $(ARGS)
 
 test-slow: setup
 	$(ON_CPU) $(RUN) pytest -n $(JOBS) -m slow $(ARGS)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from absl import flags, logging
 
-from k3jax.flags import activations, define_activations_flags, run_main
+from k3jax.flags import (
+    activations,
+    define_activations_flags,
+    define_mesh_flag,
+    run_main,
+    serving_mesh_config,
+)
 from k3jax.serve.admission import Limits, read_keys
 from k3jax.serve.api.rules import RULES
 from k3jax.serve.engine import Engine
@@ -34,6 +40,7 @@ _PREFIX_GIB = flags.DEFINE_float(
 )
 _WARM_UP = flags.DEFINE_bool('warm_up', True, 'Compile everything before the first request.')
 define_activations_flags()
+define_mesh_flag()
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0 for any free one.')
 _API_RULES = flags.DEFINE_enum('api_rules', 'open', sorted(RULES), 'Which parameters are taken.')
@@ -66,7 +73,8 @@ def main(argv: list[str]) -> None:
     )
     keys = () if _API_KEYS_FILE.value is None else read_keys(_API_KEYS_FILE.value)
     use_dtype(_DTYPE.value)
-    loaded = open_model(_CHECKPOINT.value, _DTYPE.value, **activations())
+    mesh = serving_mesh_config()
+    loaded = open_model(_CHECKPOINT.value, _DTYPE.value, mesh=mesh, **activations())
     if loaded.tokenizer is None:
         raise ValueError(
             f'--checkpoint: {_CHECKPOINT.value} carries no tokenizer (no tiktoken.model), '
@@ -80,7 +88,7 @@ def main(argv: list[str]) -> None:
         max_waiting=_MAX_WAITING.value,
         prefix_cache_bytes=int(_PREFIX_GIB.value * 2**30),
     )
-    pool = Pool(loaded.model, loaded.params, config.num_slots, config.max_length, None)
+    pool = Pool(loaded.model, loaded.params, config.num_slots, config.max_length, loaded.mesh)
     engine = Engine(pool, loaded.tokenizer, config, images=images, name=_MODEL_NAME.value)
     if _WARM_UP.value:
         logging.info('compiling')

@@ -85,7 +85,7 @@ def _fill(rng: np.random.Generator, leaf: Leaf) -> np.ndarray:
     shape = leaf.shape
     if leaf.dtype == 'uint8':
         # Scales around 2^-4 and any code.
-        low, high = (121, 125) if leaf.shape[-1] * 32 <= 64 else (0, 256)
+        low, high = (121, 125) if leaf.packs == 'scales' else (0, 256)
         return rng.integers(low, high, shape).astype(np.uint8)
     match leaf.init:
         case 'ones':

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,6 +18,7 @@ from k3jax.model.run import Run
 from k3jax.parallel.mesh import check_fits, make_mesh
 from k3jax.parallel.rules import Strategy
 from k3jax.parallel.shard import parallel_of
+from k3jax.serve.expert_tiles import in_tiles
 from k3jax.serve.steps import cuts_of, decode_step, prefill_step
 from k3jax.train.media import abstract_media
 from k3jax.train.optim import make_optimizer
@@ -134,6 +136,9 @@ def _serving(config: Config, mesh: Mesh, strategy: Strategy, limit: int | None):
     Raises:
       ConfigError: these cannot lie on a chip.
     """
+    if strategy == 'decode':
+        tiles = in_tiles(config.model, jnp.dtype(config.train.dtype))
+        config = dataclasses.replace(config, model=tiles)
     model = _model(config, mesh, strategy)
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     rows, length = config.data.batch_size, config.data.sequence_length
@@ -145,7 +150,7 @@ def _serving(config: Config, mesh: Mesh, strategy: Strategy, limit: int | None):
     held = chip_bytes(params), chip_bytes(cache)
     if limit is not None and sum(held) > limit:
         params_gib, cache_gib, limit_gib = (x / 2**30 for x in (*held, limit))
-        packed = config.model.experts_format == 'mxfp4'
+        packed = config.model.experts_format != 'bf16'
         raise ConfigError(
             f'mesh: a chip would hold {params_gib:.1f} GiB of parameters and {cache_gib:.1f} GiB '
             f'of cache, wanted at most {limit_gib:.1f} GiB; take more chips that share what is '

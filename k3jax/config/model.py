@@ -8,7 +8,8 @@ from typing import Literal, get_args
 from k3jax.config.checks import positive, require
 
 HiddenAct = Literal['situ', 'silu']
-ExpertsFormat = Literal['bf16', 'mxfp4']
+# 'mxfp4_tiles': MXFP4 in the order that TPU kernels read; a server's own, never stored.
+ExpertsFormat = Literal['bf16', 'mxfp4', 'mxfp4_tiles']
 Family = Literal['kimi_k3', 'kimi_linear']
 Mixer = Literal['kda', 'mla']
 
@@ -188,7 +189,7 @@ class ModelConfig:
             "'situ' or 'silu'",
         )
         require(
-            self.experts_format in ('bf16', 'mxfp4'),
+            self.experts_format in get_args(ExpertsFormat),
             'model.experts_format',
             self.experts_format,
             "'bf16' or 'mxfp4'",
@@ -220,7 +221,7 @@ class ModelConfig:
             self.media_placeholder_token_id,
             f'an id of the vocabulary, 0..{self.vocab_size - 1}',
         )
-        if self.experts_format == 'mxfp4':
+        if self.experts_format != 'bf16':
             check_whole_groups(self, 'the MXFP4 group size')
 
     @property

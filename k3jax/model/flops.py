@@ -59,18 +59,18 @@ _MOE = {
 }
 
 
-def _walk(tree: Tree) -> Iterator[tuple[str, Leaf]]:
-    for name, entry in tree.items():
+def _walk(tree: Tree) -> Iterator[Leaf]:
+    for entry in tree.values():
         if isinstance(entry, Leaf):
-            yield name, entry
+            yield entry
         else:
             yield from _walk(entry)
 
 
-def _leaves(config: ModelConfig) -> Iterator[tuple[str, str, Leaf]]:
-    """(component, name, leaf) of every parameter array."""
+def _leaves(config: ModelConfig) -> Iterator[tuple[str, Leaf]]:
+    """(component, leaf) of every parameter array."""
     for name, leaf in global_leaves(config).items():
-        yield _GLOBAL[name], name, leaf
+        yield _GLOBAL[name], leaf
     for layer in range(config.num_hidden_layers):
         for name, entry in layer_leaves(config, layer).items():
             match name:
@@ -84,15 +84,15 @@ def _leaves(config: ModelConfig) -> Iterator[tuple[str, str, Leaf]]:
                 case _:
                     parts = {_LAYER[name]: {name: entry}}
             for component, tree in parts.items():
-                for leaf_name, leaf in _walk(tree):
-                    yield component, leaf_name, leaf
+                for leaf in _walk(tree):
+                    yield component, leaf
 
 
-def _weights(name: str, leaf: Leaf) -> int:
+def _weights(leaf: Leaf) -> int:
     """Weights that a leaf stands for: two a byte of packed MXFP4, none for its scales."""
-    if name.endswith('_packed'):
-        return 2 * leaf.size
-    return 0 if name.endswith('_scale') else leaf.size
+    if leaf.packs == 'codes':
+        return leaf.size * (2 if leaf.dtype == 'uint8' else 8)
+    return 0 if leaf.packs == 'scales' else leaf.size
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
@@ -104,15 +104,15 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     `mm_projector`.
     """
     counts = dict.fromkeys(COMPONENTS, 0)
-    for component, name, leaf in _leaves(config):
-        counts[component] += _weights(name, leaf)
+    for component, leaf in _leaves(config):
+        counts[component] += _weights(leaf)
     if config.num_nextn_predict_layers:
         counts['mtp'] = _of_mtp(config, count_parameters(mtp_block(config))) + sum(
-            leaf.size for _, leaf in _walk(mtp_input_leaves(config))
+            leaf.size for leaf in _walk(mtp_input_leaves(config))
         )
     if config.vision is not None:
         for name, tree in vision_leaves(config.vision, config.hidden_size).items():
-            counts[name] = sum(leaf.size for _, leaf in _walk(tree))
+            counts[name] = sum(leaf.size for leaf in _walk(tree))
     return counts
 
 
@@ -159,11 +159,11 @@ def flops_by_component(config: ModelConfig, sequence_length: int) -> dict[str, f
     """
     flops = dict.fromkeys((*COMPONENTS, 'mla_attention', 'kda_chunks'), 0.0)
     share = config.num_experts_per_token / config.num_experts
-    for component, name, leaf in _leaves(config):
+    for component, leaf in _leaves(config):
         if len(leaf.shape) < 2 or leaf.init == 'conv' or component == 'embedding':
             continue
         met = share if component == 'routed_experts' else 1.0
-        flops[component] += 2.0 * met * _weights(name, leaf)
+        flops[component] += 2.0 * met * _weights(leaf)
     context = (sequence_length + 1) / 2
     heads = config.num_attention_heads
     widths = config.qk_head_dim + config.v_head_dim

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 from k3jax.config import ModelConfig, VisionConfig
 from pallas_kernels.grouped_mlp.mxfp4 import GROUP
+from pallas_kernels.grouped_mlp.mxfp4_tiles import CHUNK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Leaf:
     init: str = 'normal'  # normal | ones | zeros | A_log | dt_bias | conv
     quantisable: bool = False  # to MXFP4: 32 along the last axis share a scale
     exact: bool = False  # used in float32, or its gradient is a sum of many: never rounded to move
+    packs: Literal['codes', 'scales'] | None = None  # what a leaf of an MXFP4 weight holds
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes)
@@ -111,16 +113,22 @@ def mlp_leaves(hidden: int, inner: int) -> Tree:
 
 
 def expert_leaves(config: ModelConfig) -> Tree:
-    """The routed experts of one layer: w1 gate, w3 up, w2 down; bf16, or MXFP4 codes and scales."""
+    """The routed experts of one layer: w1 gate, w3 up, w2 down; bf16, or MXFP4 codes and scales,
+    as released or as `Mxfp4Tiles`."""
     e, f, width = config.num_experts, config.moe_intermediate_size, config.expert_input_size
     leaves = {}
-    axes = ('expert', 'expert_rows', None)
+    axes = ('expert', 'expert_rows' if config.experts_format != 'mxfp4_tiles' else None, None)
     for name, out, inp in (('w1', f, width), ('w3', f, width), ('w2', width, f)):
         if config.experts_format == 'bf16':
             leaves[name] = Leaf((e, out, inp), axes, quantisable=True)
-        else:
-            leaves[f'{name}_packed'] = Leaf((e, out, inp // 2), axes, 'uint8', 'zeros')
-            leaves[f'{name}_scale'] = Leaf((e, out, inp // GROUP), axes, 'uint8', 'zeros')
+            continue
+        shapes = (e, out, inp // 2), (e, out, inp // GROUP)
+        dtype = 'uint8'
+        if config.experts_format == 'mxfp4_tiles':
+            shapes, dtype = ((e, inp // 8, out), (e, inp // CHUNK, out)), 'int32'
+        packed = functools.partial(Leaf, axes=axes, dtype=dtype, init='zeros')
+        leaves[f'{name}_packed'] = packed(shapes[0], packs='codes')
+        leaves[f'{name}_scale'] = packed(shapes[1], packs='scales')
     return leaves
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.grouped_mlp import (
     Experts,
     GatedActivation,
     Mxfp4,
+    Mxfp4Tiles,
     Mxfp8,
     SiTU,
     SwiGLU,
@@ -66,9 +67,10 @@ _permute.defvjp(
 def _experts_of(params: Params) -> Experts:
     if 'w1' in params:
         return Experts(params['w1'], params['w3'], params['w2'])
-    return Experts(
-        *(Mxfp4(params[f'{w}_packed'], params[f'{w}_scale']) for w in ('w1', 'w3', 'w2'))
-    )
+    packed = [(params[f'{w}_packed'], params[f'{w}_scale']) for w in ('w1', 'w3', 'w2')]
+    # As released, or in the kernels' order: serve/expert_tiles.py.
+    form = Mxfp4 if packed[0][0].dtype == jnp.uint8 else Mxfp4Tiles
+    return Experts(*(form(*pair) for pair in packed))
 
 
 def _on_one_chip(

@@ -20,7 +20,7 @@ from k3jax.parallel.shard import Parallel
 
 def init_leaf(key: jax.Array, leaf: Leaf, stddev: float, dtype: jnp.dtype | None) -> jax.Array:
     """A fresh array for `leaf`, in `dtype` (None: the dtype that the release stores)."""
-    dtype = jnp.dtype(leaf.dtype) if dtype is None or leaf.dtype == 'uint8' else dtype
+    dtype = jnp.dtype(leaf.dtype) if dtype is None or leaf.packs is not None else dtype
     shape = leaf.shape
     match leaf.init:
         case 'normal':
@@ -45,7 +45,7 @@ def init_leaf(key: jax.Array, leaf: Leaf, stddev: float, dtype: jnp.dtype | None
 
 def _rounded(leaf: Leaf) -> bool:
     """Whether the computation takes a leaf in its own dtype, whatever it is held in."""
-    return leaf.init == 'normal' and not leaf.exact and leaf.dtype != 'uint8'
+    return leaf.init == 'normal' and not leaf.exact and leaf.packs is None
 
 
 def computed_dtypes(params: Any, config: ModelConfig, plan: Plan, run: Run) -> Any:

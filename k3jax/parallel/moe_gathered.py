@@ -12,11 +12,13 @@ from jax import lax
 from k3jax.parallel.shard import Parallel
 from pallas_kernels.common.platform import Implementation
 from pallas_kernels.grouped_mlp import (
+    MAX_TOKENS,
     Experts,
     GatedActivation,
     Mxfp8,
     grouped_mlp,
     round_rows,
+    token_mlp,
 )
 
 
@@ -52,17 +54,18 @@ def gathered_mlp(
     wide = jnp.promote_types(z.dtype, jnp.float32)
     here = chosen - lax.axis_index(homes) * experts.num_experts
     elsewhere = (here < 0) | (here >= experts.num_experts)
-    # Entries of other chips come last, in no group.
-    flat = jnp.where(elsewhere, experts.num_experts, here).reshape(-1)
-    order = jnp.argsort(flat)
-    sizes = jnp.bincount(flat, length=experts.num_experts + 1)[:-1].astype(jnp.int32)
-    served = grouped_mlp(
-        *(z[order // chosen.shape[1]], experts, sizes, activation),
-        quantise=quantise,
-        implementation=implementation,
-    )
-    served = served[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(wide)
-    mixed = jnp.sum(jnp.where(elsewhere, 0, weights)[..., None] * served, axis=1)
+    how = {'quantise': quantise, 'implementation': implementation}
+    if z.shape[0] <= MAX_TOKENS:
+        mixed = token_mlp(z, experts, here, weights, activation, **how).astype(wide)
+    else:  # a piece of a prompt
+        # Entries of other chips come last, in no group.
+        flat = jnp.where(elsewhere, experts.num_experts, here).reshape(-1)
+        order = jnp.argsort(flat)
+        sizes = jnp.bincount(flat, length=experts.num_experts + 1)[:-1].astype(jnp.int32)
+        rows = z[order // chosen.shape[1]]
+        served = grouped_mlp(rows, experts, sizes, activation, **how)
+        served = served[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(wide)
+        mixed = jnp.sum(jnp.where(elsewhere, 0, weights)[..., None] * served, axis=1)
     if rows:
         mixed = lax.psum_scatter(mixed, rows, scatter_dimension=0, tiled=True)
     others = tuple(axis for axis in homes if axis not in rows)

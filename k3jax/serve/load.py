@@ -30,6 +30,7 @@ from k3jax.model.layout import Leaf
 from k3jax.model.plan import unstack_params
 from k3jax.model.run import Run
 from k3jax.parallel.shard import parallel_of
+from k3jax.serve.expert_tiles import as_held, in_tiles
 from k3jax.serve.placement import place_params, serving_mesh
 from k3jax.train.checkpoint import CONFIG_FILE, Checkpoints, is_workdir, read_config
 from k3jax.train.host_memory import HOST
@@ -151,6 +152,8 @@ def open_model(
         parallel=None if mesh is None else parallel_of(made, mesh, 'decode'),
     )
     check_quantisation(config, run.quantisation)
+    if implementation is None:
+        config = in_tiles(config, run.dtype)
     model = Kimi(config, run, scan)
     arrive = functools.partial(_arrive, dtype, trained)
     params = place_params(params, model, made, arrive)
@@ -159,8 +162,8 @@ def open_model(
 
 def _arrive(dtype: str, trained: QuantisationConfig, leaf: Leaf, array: jax.Array) -> jax.Array:
     """In the compute dtype, so that no step converts it again, unless kept wider."""
-    if leaf.dtype == 'uint8':
-        return array
+    if leaf.packs is not None:
+        return as_held(leaf, array)
     if leaf.quantisable and trained.weights is not None:
         array = fake_quantise_mxfp4(array, trained.scale_rule)
     return array.astype(jnp.promote_types(dtype, leaf.dtype))

@@ -36,7 +36,11 @@ def tile_mxfp4(weight: Mxfp4) -> Mxfp4Tiles:
     Raises:
       ValueError: the input axis is not a multiple of 128.
     """
-    packed, scale = weight
+    return Mxfp4Tiles(tile_codes(weight.packed), tile_scales(weight.scale))
+
+
+def tile_codes(packed: jax.Array) -> jax.Array:
+    """The words of `Mxfp4Tiles`, of codes [..., out, in / 2] uint8. Raises as `tile_mxfp4`."""
     *lead, outputs, half = packed.shape
     if 2 * half % CHUNK:
         raise ValueError(
@@ -51,11 +55,13 @@ def tile_mxfp4(weight: Mxfp4) -> Mxfp4Tiles:
             code = codes[..., slot, :, part]
             words |= ((code >> 3) << (sign + 16 * part)) | ((code & 7) << (low + 16 * part))
     words = words.reshape(*lead, outputs, -1)
-    scales = lax.bitcast_convert_type(scale.reshape(*lead, outputs, -1, 4), jnp.int32)
-    return Mxfp4Tiles(
-        jnp.swapaxes(lax.bitcast_convert_type(words, jnp.int32), -1, -2),
-        jnp.swapaxes(scales, -1, -2),
-    )
+    return jnp.swapaxes(lax.bitcast_convert_type(words, jnp.int32), -1, -2)
+
+
+def tile_scales(scale: jax.Array) -> jax.Array:
+    """The scales of `Mxfp4Tiles`, of [..., out, in / 32] uint8, in a multiple of four."""
+    fours = scale.reshape(*scale.shape[:-1], -1, 4)
+    return jnp.swapaxes(lax.bitcast_convert_type(fours, jnp.int32), -1, -2)
 
 
 def untile_mxfp4(weight: Mxfp4Tiles) -> Mxfp4:

@@ -31,7 +31,6 @@ CONFIG = tiny.k3(num_nextn_predict_layers=1)
 T, STEPS = 9, 4
 MODEL = with_taps(Kimi(CONFIG, Run(jnp.dtype('float64'), implementation='xla')))
 IDS = np.array([[1] * T, [3, 3, 3, 3, 5, 5, 5, 5, 0]], np.int32)
-pytestmark = pytest.mark.xdist_group('draft')  # the compiled functions are shared
 
 
 @functools.cache

@@ -37,7 +37,6 @@ T = 9
 CONFIG = tiny.k3(num_nextn_predict_layers=1)
 SHORT = tiny.k3((1,), (2,), num_nextn_predict_layers=1, num_experts=8, hidden_size=32)
 RUN = Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla')
-pytestmark = pytest.mark.xdist_group('mtp')  # the compiled functions are shared
 
 
 def document(length=T, seed=0):

@@ -35,7 +35,6 @@ CONFIGS = {
 }
 # Odd and even numbers of rows for the text; as large as the table; a video chunk; a short one.
 GRIDS = [(1, 2, 6), (1, 4, 6), (1, 8, 2), (4, 4, 2), (2, 2, 2)]
-pytestmark = pytest.mark.xdist_group('vision')  # the compiled functions are shared
 
 
 def random_params(config):

@@ -53,7 +53,6 @@ MODEL_CONFIG = dataclasses.replace(
 RUN = Run(jnp.dtype('float32'), implementation='xla')
 CONFIG = EngineConfig(num_slots=4, max_length=96, pieces=(16,), lane_sizes=(64,))
 IMAGES = ImageConfig(patch_size=2)
-pytestmark = pytest.mark.xdist_group('engine_mesh')
 
 
 @functools.cache

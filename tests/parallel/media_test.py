@@ -45,7 +45,6 @@ RUN = Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla')
 BATCH, LENGTH, PATCHES, ROWS = 4, 32, 48, 16
 # Of each row of the batch: images of some size, a chunk of video, none.
 GRIDS = [[(1, 4, 6), (1, 2, 4)], [(4, 2, 2), (1, 4, 4)], [], [(1, 6, 8)]]
-pytestmark = pytest.mark.xdist_group('media')
 
 
 @functools.cache

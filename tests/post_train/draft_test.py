@@ -42,7 +42,6 @@ CONFIG = DraftConfig(
     log_every=5,
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
 )
-pytestmark = pytest.mark.xdist_group('draft_training')  # the compiled step is shared
 
 
 @pytest.fixture(scope='module')

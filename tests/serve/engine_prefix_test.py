@@ -21,7 +21,6 @@ CONFIG = EngineConfig(
     prefix_cache_bytes=200_000,
     prefix_hash_tokens=HASH,
 )
-pytestmark = pytest.mark.xdist_group('engine')
 
 
 @pytest.fixture(scope='module')

@@ -21,7 +21,6 @@ from tests.engines import MODEL, PAD, TOKENIZER, alone, answers, ids, parameters
 CONFIG = EngineConfig(
     num_slots=3, max_length=200, max_waiting=8, pieces=(8, 32), lane_sizes=(48, 120)
 )
-pytestmark = pytest.mark.xdist_group('engine')
 
 
 @pytest.fixture(scope='module')

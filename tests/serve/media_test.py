@@ -21,7 +21,6 @@ from k3jax.serve.media import patch_bucket, rows_of, see
 from tests import release
 
 BEGIN, CONTENT, END, PAD = 274, 275, 276, 277  # of a tokenizer of bytes
-pytestmark = pytest.mark.xdist_group('serve_media')
 
 
 def _config():

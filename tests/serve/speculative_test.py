@@ -20,7 +20,6 @@ from tests import tiny
 
 CONFIG = tiny.k3((1, 2), (3,), num_nextn_predict_layers=1, vocab_size=12)
 MODEL = with_taps(Kimi(CONFIG, Run(jnp.dtype('float64'), implementation='xla')))
-pytestmark = pytest.mark.xdist_group('speculative')  # the compiled functions are shared
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from k3jax.train.replay import replay
 from tests import tiny
 from tests.corpus import write_corpus
 
-pytestmark = pytest.mark.xdist_group('curriculum')  # the run is shared
 LONG = {'sequence_length': 32, 'batch_size': 2}
 STAGES = (
     StageConfig(first_step=0),

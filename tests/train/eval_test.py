@@ -15,7 +15,6 @@ from k3jax.train import eval as eval_lib
 from tests import tiny
 
 CONFIG = tiny.k3(vocab_size=512)
-pytestmark = pytest.mark.xdist_group('eval')  # the compiled functions are shared
 MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla'))
 TOKENIZER = byte_tokenizer()
 

@@ -24,7 +24,6 @@ from tests import tiny
 
 CONFIG = tiny.k3()
 MODEL = Kimi(CONFIG, Run(jnp.dtype('float32'), jnp.dtype('float32'), implementation='xla'))
-pytestmark = pytest.mark.xdist_group('step')  # the compiled steps are shared
 THRESHOLD = 1e-4  # of QK-Clip; the logits of a fresh model are small
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.5)
 
