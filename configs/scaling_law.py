@@ -18,9 +18,9 @@ from k3jax.config import (
     TrainConfig,
 )
 
-WIDTHS = (64, 80, 96, 112, 128)
-SEQUENCE_LENGTH, BATCH_SIZE = 256, 16
-TOKENS = 1 << 19  # of the smallest width
+WIDTHS = (64, 80, 96, 112)
+SEQUENCE_LENGTH, BATCH_SIZE = 256, 8
+TOKENS = 1 << 18  # of the smallest width
 RATE = 1e-2
 
 _HEAD = 16

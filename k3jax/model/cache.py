@@ -22,6 +22,29 @@ class KDACache(NamedTuple):
     v_tail: jax.Array
 
 
+class KDAWindow(NamedTuple):
+    """Tokens that a KDA layer has looked at and may yet forget, W of them; None before it has.
+
+    Of `before`, to have the state after some of them without running the layer again:
+
+    Attributes:
+      before: the cache, which they are not in.
+      projected_q, projected_k, projected_v: [B, W, P], what enters the convolutions.
+      k, v, g, beta: [B, W, H, ...], what enters the recurrence; k normalised, g the log decay.
+
+    Source: report, speculative decoding with replayed projections.
+    """
+
+    before: KDACache
+    projected_q: jax.Array | None = None
+    projected_k: jax.Array | None = None
+    projected_v: jax.Array | None = None
+    k: jax.Array | None = None
+    v: jax.Array | None = None
+    g: jax.Array | None = None
+    beta: jax.Array | None = None
+
+
 class MLACache(NamedTuple):
     """latent: [B, S, R] after its norm. key: [B, S, rope dims], shared by all heads."""
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax.config import ModelConfig
-from k3jax.model.cache import KDACache
+from k3jax.model.cache import KDACache, KDAWindow
 from k3jax.model.norms import project
 from k3jax.model.run import Run
 from k3jax.parallel.kda_cp import sequence_kda
@@ -38,16 +38,17 @@ def kda_mixer(
     config: ModelConfig,
     *,
     segment_ids: jax.Array | None,
-    cache: KDACache | None,
+    cache: KDACache | KDAWindow | None,
     run: Run,
     row: Row | None = None,
-) -> tuple[jax.Array, KDACache | None]:
+) -> tuple[jax.Array, KDACache | KDAWindow | None]:
     """One KDA layer's attention output.
 
     Args:
       x: [B, T, D], normalised.
       segment_ids: [B, T] or None, 0 = padding.
-      cache: what came before, or None; with T = 1 and no segment ids, one recurrent step.
+      cache: what came before, or None; with T = 1 and no segment ids, one recurrent step. Of a
+        `KDAWindow`, what came before it stays, and x is kept beside it.
       run: how the model runs; on a mesh that cuts heads, params hold this chip's.
       row: where chips share the tokens of a row, what is known of all of it.
 
@@ -60,9 +61,11 @@ def kda_mixer(
     batch, length, _ = x.shape
     heads = (batch, length, -1, c.head_dim)
     num_shards = 1 if row is None else run.parallel.num_shards
+    window = isinstance(cache, KDAWindow)
+    before = cache.before if window else cache
 
     def branch(name: str) -> tuple[jax.Array, jax.Array]:
-        tail = None if cache is None else getattr(cache, f'{name}_tail')
+        tail = None if before is None else getattr(before, f'{name}_tail')
         projected = project(x, params[f'{name}_proj'])
         if row is not None:
             count = c.short_conv_kernel_size - 1
@@ -76,15 +79,20 @@ def kda_mixer(
         )
         if row is not None and cache is not None:
             tail = from_end(tail, row)
-        return y.reshape(heads), tail
+        return y.reshape(heads), projected if window else tail
 
     (q, q_tail), (k, k_tail), (v, v_tail) = branch('q'), branch('k'), branch('v')
     f = project(project(x, params['f_a_proj']), params['f_b_proj']).reshape(heads)
     gate = Gate(params['A_log'], params['dt_bias'], c.gate_lower_bound)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     beta = jax.nn.sigmoid(project(x, params['b_proj']).astype(wide))
-    state = None if cache is None else cache.state
-    if row is not None:
+    state = None if before is None else before.state
+    options = {'segment_ids': segment_ids, 'implementation': run.implementation}
+    if window:
+        q, k, g = l2_normalize(q) * c.head_dim**-0.5, l2_normalize(k), kda_gate(f, *gate)
+        o, _ = kda(q, k, v, g, beta, initial_state=state, **options)
+        left = KDAWindow(before, q_tail, k_tail, v_tail, k, v, g, beta)
+    elif row is not None:
         o, state = sequence_kda(
             q,
             k,
@@ -94,8 +102,7 @@ def kda_mixer(
             gate,
             row,
             initial_state=state,
-            segment_ids=segment_ids,
-            implementation=run.implementation,
+            **options,
         )
     elif cache is not None and length == 1 and segment_ids is None:
         q, k = l2_normalize(q) * c.head_dim**-0.5, l2_normalize(k)
@@ -103,18 +110,7 @@ def kda_mixer(
         o, state = kda_decode_step(*token, state)
         o = o[:, None]
     else:
-        o, state = kda(
-            q,
-            k,
-            v,
-            f,
-            beta,
-            gate=gate,
-            qk_l2norm=True,
-            initial_state=state,
-            segment_ids=segment_ids,
-            implementation=run.implementation,
-        )
+        o, state = kda(q, k, v, f, beta, gate=gate, qk_l2norm=True, initial_state=state, **options)
     if c.use_full_rank_gate:
         z = project(x, params['g_proj'])
     else:
@@ -123,4 +119,6 @@ def kda_mixer(
     out = project(y.reshape(batch, length, -1), params['o_proj'])
     if run.parallel is not None:
         out = run.parallel.total(out, 'kda_heads')
-    return out, None if cache is None else KDACache(state, q_tail, k_tail, v_tail)
+    if not window:
+        left = None if cache is None else KDACache(state, q_tail, k_tail, v_tail)
+    return out, left

@@ -25,6 +25,7 @@ Params = dict[str, Any]
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 512
+MAX_ABSORBED = 8  # new tokens for which keys and values are not worth being expanded
 PREFIX = 256  # tokens of a cache that one new token always attends to
 
 
@@ -104,34 +105,38 @@ def _prefixes(size: int) -> list[int]:
 
 
 def absorbed_attention(
-    params: Params, q: jax.Array, cache: MLACache, length: jax.Array, config: ModelConfig
+    params: Params, q: jax.Array, cache: MLACache, position: jax.Array, config: ModelConfig
 ) -> jax.Array:
-    """One query a sequence against the latents themselves: k_b moves to the query's side.
+    """Few queries a sequence against the latents themselves: k_b moves to the queries' side.
 
     What of the cache is after the longest sequence is not read, to a factor of two.
 
-    Args: q [B, H, qk]; length [B], tokens to attend to. Returns [B, H, V].
+    Args: q [B, T, H, qk]; position [B, T], each query's place. Returns [B, T, H, V].
     """
     nope = config.qk_nope_head_dim
+    batch, num_new, num_heads, _ = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
     kv_b = params['kv_b_proj'].astype(q.dtype)
     kv_b = kv_b.reshape(-1, nope + config.v_head_dim, config.kv_lora_rank)
-    q_latent = jnp.einsum('bhk,hkr->bhr', q[..., :nope], kv_b[:, :nope])
+    q_latent = jnp.einsum('bthk,hkr->bthr', q[..., :nope], kv_b[:, :nope])
 
     def attend(size: int, q_latent: jax.Array, q: jax.Array, cache: MLACache) -> jax.Array:
         latent, key = (x[:, :size].astype(q.dtype) for x in cache)
-        scores = jnp.einsum('bhr,bsr->bhs', q_latent, latent, preferred_element_type=wide)
-        scores += jnp.einsum('bhk,bsk->bhs', q[..., nope:], key, preferred_element_type=wide)
-        seen = jnp.arange(size) < length[:, None]
-        scores = jnp.where(seen[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+        q_latent, q_key = (x.reshape(batch, -1, x.shape[-1]) for x in (q_latent, q[..., nope:]))
+        scores = jnp.einsum('bmr,bsr->bms', q_latent, latent, preferred_element_type=wide)
+        scores += jnp.einsum('bmk,bsk->bms', q_key, key, preferred_element_type=wide)
+        scores = scores.reshape(batch, num_new, num_heads, size)
+        seen = jnp.arange(size) <= position[..., None]
+        scores = jnp.where(seen[:, :, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        return jnp.einsum('bhs,bsr->bhr', weights, latent)
+        mixed = jnp.einsum('bms,bsr->bmr', weights.reshape(batch, -1, size), latent)
+        return mixed.reshape(batch, num_new, num_heads, -1)
 
     sizes = _prefixes(cache.latent.shape[1])
-    longest = jnp.sum(jnp.max(length) > np.array(sizes[:-1], np.int32))
+    longest = jnp.sum(jnp.max(position) >= np.array(sizes[:-1], np.int32))
     branches = [functools.partial(attend, size) for size in sizes]
     mixed = lax.switch(longest, branches, q_latent, q, cache)
-    return jnp.einsum('bhr,hvr->bhv', mixed, kv_b[:, nope:])
+    return jnp.einsum('bthr,hvr->bthv', mixed, kv_b[:, nope:])
 
 
 def _write(cache: MLACache, latent: jax.Array, key: jax.Array, position: jax.Array) -> MLACache:
@@ -211,10 +216,8 @@ def mla_mixer(
         if segment_ids is not None:
             target = jnp.where(segment_ids > 0, position, cache.latent.shape[1])
         cache = _write(cache, latent, key, target)
-        if num_new == 1 and segment_ids is None:
-            o = absorbed_attention(params, q[:, 0], cache, length + 1, config)[:, None]
-        else:
-            o = cached_attention(params, q, cache, position, config)
+        attend = absorbed_attention if num_new <= MAX_ABSORBED else cached_attention
+        o = attend(params, q, cache, position, config)
     o = o.reshape(batch, num_new, -1)
     if config.mla_use_output_gate:
         o = o * jax.nn.sigmoid(project(x, params['g_proj']))

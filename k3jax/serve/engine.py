@@ -87,6 +87,10 @@ class _Pending(NamedTuple):
 class Engine:
     """Continues prompts; see `request.Engine`. It is started before the first request.
 
+    Attributes:
+      num_checks, num_checked_tokens: of a draft's guesses: how often a request's were checked, and
+        how many tokens that gave.
+
     Raises:
       ValueError: slots that the mesh cannot hold, or more tokens than the model has positions for.
     """
@@ -125,6 +129,7 @@ class Engine:
         self._running: dict[int, _Job] = {}
         self._group: _Group | None = None
         self._pending: collections.deque[_Pending] = collections.deque()
+        self.num_checks = self.num_checked_tokens = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -289,10 +294,14 @@ class Engine:
         size = self._config.piece(max(left))
         # The cache may be shorter than a piece at its end, whose padding is dropped.
         tokens, num_real = np.zeros((lanes, size), np.int32), np.zeros(lanes, np.int32)
+        following = np.full(lanes, -1, np.int32)
         media: list[jax.Array | None] = [None] * lanes
         for lane, job in jobs.items():
-            own = job.prompt[job.position : self._piece_end(job, size)]
+            end = self._piece_end(job, size)
+            own = job.prompt[job.position : end]
             tokens[lane, : len(own)], num_real[lane] = own, len(own)
+            if end < len(job.prompt):
+                following[lane] = job.prompt[end]
             if job.rows is not None and self._media_id in own:
                 media[lane] = rows_from(job.rows, np.int32(job.media_position), size)
                 job.media_position += own.count(self._media_id)
@@ -300,7 +309,7 @@ class Engine:
         if any(rows is not None for rows in media):
             blank = jnp.zeros_like(next(rows for rows in media if rows is not None))
             stacked = jnp.concatenate([blank if rows is None else rows for rows in media])
-        logits, group.cache = self._pool.read(tokens, num_real, group.cache, stacked)
+        logits, group.cache = self._pool.read(tokens, num_real, following, group.cache, stacked)
         unread = []
         for lane, job in jobs.items():
             # A lane that is read keeps its place: the others' caches are beside its own.
@@ -363,8 +372,9 @@ class Engine:
 
     def _decode(self) -> None:
         """A step is asked for before the tokens of the one before are read, so that the device does
-        not wait; but with a grammar, which must know them."""
-        mask = None
+        not wait; but with a grammar, which must know them, and with guesses, where it is not known
+        how many there are."""
+        mask, waits = None, self._pool.num_guesses > 0
         if any(job.matcher for job in self._running.values()):
             self._read_tokens()
             mask = self._masks()
@@ -377,8 +387,22 @@ class Engine:
             active = np.zeros(self._pool.num_slots, bool)
             # Also those that want no more tokens: their caches are still to be held.
             active[list(self._running)] = True
-            self._ask(self._pool.step(active, mask), jobs)
-        self._read_tokens(leave=1 if jobs and mask is None else 0)
+            self._ask(self._pool.step(active, mask, self._limits(jobs)), jobs)
+        self._read_tokens(leave=1 if jobs and mask is None and not waits else 0)
+
+    def _limits(self, jobs: list[tuple[int, _Job]]) -> np.ndarray:
+        """[B]: how many tokens a step may give each slot."""
+        limits = np.full(self._pool.num_slots, self._pool.num_guesses + 1, np.int32)
+        for slot, job in jobs:
+            # What a grammar or a penalty says of a second token depends on the first.
+            if job.matcher is not None or job.request.sampling.has_penalties:
+                limits[slot] = 1
+            elif self._prefixes is not None:
+                # Not past a place whose states are to be held.
+                length = len(job.prompt) + job.num_drawn - 1
+                after = self._prefixes.boundary(length) + self._prefixes.hash_tokens
+                limits[slot] = min(limits[slot], after - length)
+        return limits
 
     def _masks(self) -> np.ndarray:
         """[B, words]: what every slot may draw; a request whose grammar fails is given up."""
@@ -394,11 +418,15 @@ class Engine:
     def _ask(self, drawn: Drawn, jobs: list[tuple[int, _Job]]) -> None:
         for _, job in jobs:
             job.num_asked += 1
-            length = len(job.prompt) + job.num_asked - 1
-            prefixes = self._prefixes
-            if prefixes and job.num_asked > 1 and prefixes.boundary(length) == length:
-                job.held = _Held(length, prefixes.state_of(self._pool.cache, job.slot))
+            if job.num_asked > 1 and not self._pool.num_guesses:
+                self._hold_states(job, job.num_asked)
         self._pending.append(_Pending(drawn, jobs))
+
+    def _hold_states(self, job: _Job, num_drawn: int) -> None:
+        """Holds the states of a slot, all of whose tokens but the last are read, at a boundary."""
+        length, prefixes = len(job.prompt) + num_drawn - 1, self._prefixes
+        if prefixes is not None and prefixes.boundary(length) == length:
+            job.held = _Held(length, prefixes.state_of(self._pool.cache, job.slot))
 
     def _read_tokens(self, leave: int = 0) -> None:
         """Hands tokens out, but for those of the last `leave` steps."""
@@ -409,27 +437,33 @@ class Engine:
         # Those that ended or were dropped since the step was asked for take no part.
         jobs = [(place, job) for place, job in jobs if self._running.get(job.slot) is job]
         wants = any(job.request.sampling.logprobs is not None for _, job in jobs)
-        tokens = np.asarray(drawn.token)
-        tops = jax.device_get(drawn[1:]) if wants else None
+        counts, tokens = jax.device_get((drawn.count, drawn.token))
+        tops = jax.device_get(drawn[2:]) if wants else None
         found = []
         for place, job in jobs:
-            token, job.num_drawn = int(tokens[place]), job.num_drawn + 1
+            own = tokens[place, : counts[place]].tolist()
             try:
-                finished = self._finished(job, token)
+                for number, token in enumerate(own):
+                    job.num_drawn += 1
+                    finished = self._finished(job, token)
+                    told = _told(job, tops, (place, number))
+                    found.append((job.stream, Token(token, *told, finished)))
+                    job.answer.append(token)
+                    if finished is not None:
+                        break
             except Exception as error:
                 self._give_up(job, error)
                 continue
-            logprob, top = None, ()
-            if job.request.sampling.logprobs is not None:
-                logprobs, ids, best = (x[place] for x in tops)
-                logprob = float(logprobs)
-                count = job.request.sampling.logprobs
-                top = tuple(zip(ids[:count].tolist(), best[:count].tolist(), strict=True))
-            found.append((job.stream, Token(token, logprob, top, finished)))
-            job.answer.append(token)
             if finished is not None:
                 self._hold_answer(job)
                 del self._running[job.slot]
+            elif self._pool.num_guesses:
+                job.num_asked = job.num_drawn
+                if job.num_drawn > 1:
+                    self._hold_states(job, job.num_drawn)
+            if tokens.shape[1] > 1:
+                self.num_checks += 1
+                self.num_checked_tokens += len(own)
         deliver(found)
 
     def _finished(self, job: _Job, token: int) -> Finished | None:
@@ -453,14 +487,26 @@ class Engine:
                 lanes = pool.lanes(size)
                 tokens = np.zeros((pool.num_lanes, piece), np.int32)
                 num_real = np.ones(pool.num_lanes, np.int32)
-                logits, lanes = pool.read(tokens, num_real, lanes, None)
+                following = -num_real
+                logits, lanes = pool.read(tokens, num_real, following, lanes, None)
                 if seen is not None:
                     media = jnp.concatenate([rows_from(seen, np.int32(0), piece)] * pool.num_lanes)
-                    logits, lanes = pool.read(tokens, num_real, lanes, media)
+                    logits, lanes = pool.read(tokens, num_real, following, lanes, media)
             row = row_of(Sampling(), 0, (), self._num_ids, model.vocab_size)
             pool.admit(lanes, logits, 0, row, None)
         jax.block_until_ready(pool.step(np.zeros(pool.num_slots, bool), None))
         pool.reset()
+
+
+def _told(
+    job: _Job, tops: tuple[np.ndarray, ...] | None, where: tuple[int, int]
+) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    """The logprob of a token and the likeliest ones, if the request wants them."""
+    count = job.request.sampling.logprobs
+    if count is None:
+        return None, ()
+    logprob, ids, best = (x[where] for x in tops)
+    return float(logprob), tuple(zip(ids[:count].tolist(), best[:count].tolist(), strict=True))
 
 
 def _num_rows(patches: Patches) -> int:

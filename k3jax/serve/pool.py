@@ -25,7 +25,7 @@ from k3jax.serve.rows import Drawn, Rows, draw, mask_words, no_rows, put_row
 from k3jax.serve.steps import cuts_of
 
 
-def _batch_axes(config: ModelConfig, plan: Plan, cache: Cache) -> Cache:
+def batch_axes(config: ModelConfig, plan: Plan, cache: Cache) -> Cache:
     """A tree like the cache with the number of the axis that counts rows."""
     layers: dict[str, Any] = {}
     for stack in stacks(plan):
@@ -44,7 +44,10 @@ class Pool:
       num_slots: rows that are decoded together. num_lanes: prompts that are read together: the
         parts of a mesh that have rows of their own, or 1.
       size: tokens that a slot holds.
+      num_guesses: tokens that a step guesses, 0 here: it gives one.
     """
+
+    num_guesses = 0
 
     def __init__(self, model: Kimi, params: Any, num_slots: int, size: int, mesh: Mesh | None):
         self.model, self.params, self.size = model, params, size
@@ -127,14 +130,21 @@ class Pool:
         return self._cache(self.num_lanes, size)
 
     def read(
-        self, tokens: np.ndarray, num_real: np.ndarray, cache: Cache, media: jax.Array | None
+        self,
+        tokens: np.ndarray,
+        num_real: np.ndarray,
+        following: np.ndarray,
+        cache: Cache,
+        media: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
         """Logits [L, Z] after a piece of each lane's prompt, and the cache, which is given up.
 
         Args:
           tokens: [L, T]. num_real: [L], 0 in lanes that have nothing to read.
+          following: [L], each lane's token after these, -1 where it is not drawn yet: for a draft.
           media: [L, T, D], rows of each lane's media tokens, or None.
         """
+        del following
         if media is None:
             return self._read(self.params, tokens, num_real, cache)
         return self._read_media(self.params, tokens, num_real, cache, media)
@@ -154,11 +164,15 @@ class Pool:
         )
         return drawn
 
-    def step(self, active: np.ndarray, mask: np.ndarray | None) -> Drawn:
+    def step(
+        self, active: np.ndarray, mask: np.ndarray | None, limit: np.ndarray | None = None
+    ) -> Drawn:
         """The next token of every slot.
 
         active: [B] bool. mask: [B, mask_words] uint32, or None where all tokens are allowed.
+        limit: for a draft.
         """
+        del limit
         constrained = np.bool_(mask is not None)
         mask = self.open_mask if mask is None else mask
         self.cache, self.rows, drawn = self._step(
@@ -184,6 +198,6 @@ def _admit(model, num_slots, cache, rows, lanes, logits, slot, row, mask, constr
     if parallel is not None:
         here = lax.axis_index(parallel.rules.rows) == slot // num_slots
 
-    axes = _batch_axes(model.config, model.plan, cache)
+    axes = batch_axes(model.config, model.plan, cache)
     cache = put_row(cache, lanes, slot % num_slots, here, axes)
     return cache, put_row(rows, row, slot % num_slots, here), drawn

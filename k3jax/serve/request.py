@@ -44,6 +44,10 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:

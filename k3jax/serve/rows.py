@@ -43,13 +43,14 @@ class Rows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A token of each row.
+    """New tokens of each row, W at most.
 
     Attributes:
-      token: [B] int32.
-      logprob: [B]. top_ids, top_logprobs: [B, NUM_TOP]; all 0 in rows that do not want them.
+      count: [B] int32, how many there are. token: [B, W] int32.
+      logprob: [B, W]. top_ids, top_logprobs: [B, W, NUM_TOP]; all 0 in rows that do not want them.
     """
 
+    count: jax.Array
     token: jax.Array
     logprob: jax.Array
     top_ids: jax.Array
@@ -122,24 +123,24 @@ def _allowed(logits: jax.Array, mask: jax.Array, constrained: jax.Array) -> jax.
     return lax.cond(constrained, apply, lambda x: x, logits)
 
 
-def draw(
-    logits: jax.Array, rows: Rows, mask: jax.Array, constrained: jax.Array
-) -> tuple[Drawn, Rows]:
-    """The next token of each row of logits [B, Z] float32, and the rows after it.
+def adjusted(logits: jax.Array, rows: Rows, mask: jax.Array, constrained: jax.Array) -> jax.Array:
+    """Logits [B, Z] as requests change them before a token is drawn; see `draw`."""
+    return _allowed(_penalised(logits, rows), mask, constrained)
 
-    mask: [B, mask_words] uint32, tokens allowed, the first in the lowest bit. constrained: whether
-    it is to be looked at.
-    """
-    adjusted = _allowed(_penalised(logits, rows), mask, constrained)
 
-    keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
+def keys_of(rows: Rows) -> jax.Array:
+    """[B] random keys, of each row's seed and place in its answer."""
+    return jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
         rows.seed, rows.count
     )
-    token = sample(adjusted, keys, rows.choice)
+
+
+def drawn_of(logits: jax.Array, token: jax.Array, count: jax.Array, rows: Rows) -> Drawn:
+    """What is told of tokens [B, W], of which `count` [B] count, drawn from logits [B, W, Z]."""
 
     def tops(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logprobs = jax.nn.log_softmax(logits, axis=-1)
-        own = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+        own = jnp.take_along_axis(logprobs, token[..., None], axis=-1)[..., 0]
         best, ids = lax.top_k(logprobs, min(NUM_TOP, logits.shape[-1]))
         return own, ids, best
 
@@ -150,13 +151,33 @@ def draw(
         lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
         logits,
     )
-    here = jnp.arange(len(token))
-    after = rows._replace(
-        token=token,
-        count=rows.count + 1,
-        drawn=rows.drawn.at[here, token].add(rows.active.astype(jnp.int32)),
+    return Drawn(count, token, own, ids, best)
+
+
+def after_tokens(rows: Rows, token: jax.Array, count: jax.Array) -> Rows:
+    """The rows after the first `count` [B] of tokens [B, W], one or more."""
+    width = token.shape[1]
+    here, counts = jnp.arange(len(token))[:, None], jnp.arange(width) < count[:, None]
+    counts = (counts & rows.active[:, None]).astype(jnp.int32)
+    return rows._replace(
+        token=jnp.take_along_axis(token, count[:, None] - 1, axis=1)[:, 0],
+        count=rows.count + count,
+        drawn=rows.drawn.at[here, token].add(counts),
     )
-    return Drawn(token, own, ids, best), after
+
+
+def draw(
+    logits: jax.Array, rows: Rows, mask: jax.Array, constrained: jax.Array
+) -> tuple[Drawn, Rows]:
+    """The next token of each row of logits [B, Z] float32, and the rows after it.
+
+    mask: [B, mask_words] uint32, tokens allowed, the first in the lowest bit. constrained: whether
+    it is to be looked at.
+    """
+    logits = adjusted(logits, rows, mask, constrained)
+    token = sample(logits, keys_of(rows), rows.choice)[:, None]
+    one = jnp.ones(len(token), jnp.int32)
+    return drawn_of(logits[:, None], token, one, rows), after_tokens(rows, token, one)
 
 
 def put_row(

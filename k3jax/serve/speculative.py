@@ -17,6 +17,7 @@ from jax import lax
 from k3jax.model.cache import Cache, MLACache, init_cache
 from k3jax.model.draft import empty_cache, fused, read, ready_for_head
 from k3jax.model.kimi import Kimi, head
+from k3jax.model.window import committed, looking_ahead
 from k3jax.serve.generate import check_request, pieces
 from k3jax.serve.sampling import Choice, accept, probabilities, sample
 
@@ -42,7 +43,7 @@ class State(NamedTuple):
     key: jax.Array
 
 
-def _step(model, params, draft, features, tokens, valid, cache, length):
+def read_draft(model, params, draft, features, tokens, valid, cache, length):
     """The draft's layer over new tokens, and its sum at each row's last valid one."""
     x, cache = read(model, draft, params, features, tokens, cache, length, valid)
     last = jnp.sum(valid, axis=1) - 1
@@ -66,7 +67,7 @@ def _read_piece(
     places = jnp.arange(tokens.shape[1]) == last
     next_tokens = jnp.where(places, following, next_tokens)
     features = fused(draft, output.taps)
-    guess, draft_cache = _step(
+    guess, draft_cache = read_draft(
         model, params, draft, features, next_tokens, valid, draft_cache, length
     )
     return State(output.cache, draft_cache, length + num_real, following[:, 0], guess, key)
@@ -91,20 +92,35 @@ def read_prompt(
 
 
 def guesses_of(
-    model: Kimi, params: Params, draft: Params, state: State, choice: Choice, num_guesses: int, key
+    model: Kimi,
+    params: Params,
+    draft: Params,
+    guess: jax.Array,
+    cache: MLACache,
+    length: jax.Array,
+    choice: Choice,
+    num_guesses: int,
+    key: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens that may follow, [B, J], and what each was drawn from, [B, J, Z]."""
+    """Tokens that may follow, [B, J], and what each was drawn from, [B, J, Z].
+
+    Args:
+      guess, cache, length: as in `State`.
+      key: one, or [J, B], one for each row of each guess.
+    """
+
+    categorical = jax.random.categorical if key.ndim < 2 else jax.vmap(jax.random.categorical)
 
     def step(carry, key):
         x, cache, length = carry
         q = probabilities(head(params['lm_head'], ready_for_head(model, draft, x)), choice)
-        token = jax.random.categorical(key, jnp.log(q), axis=-1).astype(jnp.int32)
+        token = categorical(key, jnp.log(q)).astype(jnp.int32)
         arguments = x[:, None], token[:, None], cache, length, None
         x, cache = read(model, draft, params, *arguments)
         return (x[:, 0], cache, length + 1), (token, q)
 
-    start = state.guess, state.draft, state.draft_length
-    _, found = lax.scan(step, start, jax.random.split(key, num_guesses))
+    keys = jax.random.split(key, num_guesses) if key.ndim == 0 else key
+    _, found = lax.scan(step, (guess, cache, length), keys)
     return tuple(jnp.moveaxis(x, 0, 1) for x in found)
 
 
@@ -112,19 +128,21 @@ def guesses_of(
 def _round(model, params, draft, state, choice, num_guesses):
     """Guesses and checks: the next state, [B, J + 1] new tokens and how many of them count [B]."""
     key, for_guesses, for_accept = jax.random.split(state.key, 3)
-    guesses, q = guesses_of(model, params, draft, state, choice, num_guesses, for_guesses)
+    guesses, q = guesses_of(
+        *(model, params, draft, state.guess, state.draft, state.draft_length),
+        *(choice, num_guesses, for_guesses),
+    )
     window = jnp.concatenate([state.token[:, None], guesses], axis=1)
-    output = model.apply({'params': params}, window, jnp.ones_like(window), state.cache)
+    ahead = looking_ahead(state.cache)
+    output = model.apply({'params': params}, window, jnp.ones_like(window), ahead)
     p = probabilities(head(params['lm_head'], output.hidden), choice)
     count, token = accept(p, q, guesses, for_accept)
     place = jnp.arange(num_guesses + 1)
     new = jnp.where(place < count[:, None], jnp.pad(guesses, ((0, 0), (0, 1))), token[:, None])
-    # A recurrent state cannot give back the guesses that were wrong: those that stand are read
-    # again from before them.
+    cache = committed(state.cache, output.cache, count + 1, model.run.implementation)
     valid = (place <= count[:, None]).astype(jnp.int32)
-    cache = model.apply({'params': params}, window, valid, state.cache).cache
     features = fused(draft, output.taps)
-    guess, draft_cache = _step(
+    guess, draft_cache = read_draft(
         model, params, draft, features, new, valid, state.draft, state.draft_length
     )
     length = state.draft_length + count + 1
