@@ -58,9 +58,10 @@ def conversation_key(header: str | None, body: Mapping[str, Any]) -> str:
     """
     for given in (header, body.get('prompt_cache_key'), body.get('user')):
         if isinstance(given, str) and given:
-            return f'given {given}'
-    beginning = json.dumps([body.get('model'), _beginning(body)], sort_keys=True)
-    return hashlib.sha256(beginning.encode()).hexdigest()
+            break
+    else:
+        given = json.dumps([body.get('model'), _beginning(body)], sort_keys=True)
+    return hashlib.sha256(given.encode('utf-8', 'replace')).hexdigest()
 
 
 def num_prompt_tokens(body: Mapping[str, Any]) -> int:

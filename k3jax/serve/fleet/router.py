@@ -201,7 +201,9 @@ class Router:
         while True:
             server = await self._next(asked, tries)
             try:
-                return await ask(self._client, server, asked)
+                answer = await ask(self._client, server, asked)
+                self.fleet.answered(asked.key, server)
+                return answer
             except Failed as failure:
                 try:
                     self._after(server, failure, tries)
@@ -250,6 +252,7 @@ class Router:
                 async with contextlib.aclosing(one) as events:
                     async for data in events:
                         yield data
+                self.fleet.answered(asked.key, server)
                 return
             except Failed as failure:
                 if transcript.is_whole:

@@ -8,7 +8,8 @@ import dataclasses
 import json
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Literal, TypeVar
 
 import httpx
@@ -17,6 +18,8 @@ from absl import logging
 from k3jax.serve.fleet.rendezvous import Rendezvous
 
 Result = TypeVar('Result')
+_STAY_S = 3600.0  # since its last request, that a conversation stays where it had to go
+_MAX_MOVED = 100_000  # conversations that are remembered to be elsewhere
 State = Literal['up', 'draining', 'down']
 
 
@@ -169,11 +172,27 @@ class Fleet:
         self.servers = [Server(url, policy or HealthPolicy()) for url in urls]
         self._by_url = {server.url: server for server in self.servers}
         self._places = Rendezvous(urls)
+        self._moved: OrderedDict[str, tuple[Server, float]] = OrderedDict()
 
-    def order(self, key: str) -> Iterator[Server]:
-        """A conversation's servers that are up: its primary first, then its secondary."""
-        servers = (self._by_url[url] for url in self._places.order(key))
-        return (server for server in servers if server.state == 'up')
+    def order(self, key: str) -> list[Server]:
+        """A conversation's servers that are up: its primary first, then its secondary.
+
+        One that had to go elsewhere stays there: when a server comes back its cache is empty, and
+        all its conversations at once would be read anew by it alone.
+        """
+        servers = [self._by_url[url] for url in self._places.order(key)]
+        moved, when = self._moved.get(key, (None, 0.0))
+        if moved is not None and time.monotonic() < when + _STAY_S:
+            servers = [moved, *(server for server in servers if server is not moved)]
+        return [server for server in servers if server.state == 'up']
+
+    def answered(self, key: str, server: Server) -> None:
+        """A conversation is now that server's."""
+        self._moved.pop(key, None)
+        if server.url != self._places.order(key)[0]:
+            self._moved[key] = (server, time.monotonic())
+            if len(self._moved) > _MAX_MOVED:
+                self._moved.popitem(last=False)
 
     @property
     def num_up(self) -> int:

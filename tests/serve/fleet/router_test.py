@@ -72,6 +72,7 @@ def asked(fleet):
         server.heads.clear()
         server.num_gone = 0
     wait_until(lambda: routed.router.fleet.num_up == 3)
+    routed.router.fleet._moved.clear()
     return routed, *in_order(routed, servers)
 
 
@@ -176,6 +177,7 @@ def test_a_stream_that_breaks_off_goes_on(asked):
     for count in range(len(words(text)) + 1):
         primary.script = lambda _, n=count: sse(*words(text, 1)[:n], done=False)
         secondary.script = lambda _: sse(*words(text, 2))
+        routed.router.fleet._moved.clear()
         found = streamed(routed)
         assert found[:3] == ('one two three four ', 'stop', None)
         assert found[3] == ({('chat-1', 1)} if count else {('chat-2', 2)})
@@ -192,14 +194,16 @@ def test_an_event_that_is_cut_is_not_sent_by_half(asked):
 
 
 def test_a_server_that_fails_in_the_middle_is_replaced(asked):
-    routed, primary, *_ = asked
+    routed, primary, secondary, _ = asked
     for last in ({'error': {'message': 'x'}}, [], {'choices': 5}, {'choices': [5]}):
         primary.script = lambda _, e=last: [
             *sse(*words('a b c', 1)[:2], done=False),
             b'data: ' + json.dumps(e).encode() + b'\n\n',
             5.0,
         ]
+        routed.router.fleet._moved.clear()
         assert streamed(routed)[:3] == ('a b c ', 'stop', None)
+    assert len(primary.bodies) == len(secondary.bodies) == 4
 
 
 def test_another_text_is_never_gone_on_with(asked):
@@ -252,6 +256,10 @@ def test_a_silent_server_loses_its_streams_when_its_health_does(asked):
     primary.health = whole({'status': 'ok'})
     wait_until(lambda: routed.router.fleet.num_up == 3)
     primary.script = secondary.script
+    streamed(routed)
+    assert len(secondary.bodies) == 3  # it stays, since the primary knows nothing of it now
+    secondary.health = b''
+    wait_until(lambda: routed.router.fleet.num_up == 2)
     streamed(routed)
     assert len(primary.bodies) == 2
 
