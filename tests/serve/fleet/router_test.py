@@ -3,15 +3,19 @@
 import contextlib
 import json
 import time
+import types
 
+import openai
 import pytest
 
 from k3jax.serve.fleet.asked import conversation_key
-from tests.asking import wait_until
+from tests.asking import ANSWER, LIMITS, ask, joined, parts, wait_until
 from tests.fleet_fakes import SSE, Fake, chunk, fakes, routing, sse, whole, words
+from tests.scripted_engine import ScriptedEngine, ids_of, running
 
 HELLO = {'messages': [{'role': 'user', 'content': 'Hello'}]}
 SECRET = 'sk-very-secret'
+NONE = types.SimpleNamespace(content=())
 
 
 def post(routed, body=HELLO, path='/v1/chat/completions', **options):
@@ -358,3 +362,39 @@ def test_a_router_that_stops_lets_answers_end():
             routed.server.handle_exit(15, None)
             assert b'[DONE]' in b''.join(pieces)
     assert routed.router.slots.draining
+
+
+def test_answers_of_real_servers_go_on_wherever_their_engine_fails():
+    engines = [ScriptedEngine(lambda _: ids_of(ANSWER)) for _ in range(2)]
+    with (
+        running(engines[0], limits=LIMITS, api_keys=[SECRET]) as one,
+        running(engines[1], limits=LIMITS, api_keys=[SECRET]) as other,
+        routing([one.url, other.url]) as routed,
+        openai.OpenAI(
+            base_url=str(routed.client.base_url.join('/v1')), api_key=SECRET, max_retries=0
+        ) as client,
+    ):
+        options = {'logprobs': True, 'top_logprobs': 1}
+        whole = ask(client, **options)
+        count = len(ids_of(ANSWER))
+        for broken in range(1, count, 41):
+            # Whoever is asked first fails after so many tokens.
+            asked = []
+
+            def script(request, broken=broken, asked=asked):
+                asked.append(request)
+                ids = ids_of(ANSWER)
+                return ids if len(asked) == 2 else [*ids[:broken], -1]
+
+            for engine in engines:
+                engine.script = script
+            chunks = list(ask(client, stream=True, seed=1, **options))
+            assert len(asked) == 2
+            assert tuple(joined(chunks)[:4]) == parts(whole)
+            entries = [e for c in chunks for e in (c.choices[0].logprobs or NONE).content]
+            assert [e.token for e in entries] == [
+                e.token for e in whole.choices[0].logprobs.content
+            ]
+        assert [model.id for model in client.models.list()] == ['tiny']
+        with pytest.raises(openai.AuthenticationError):
+            ask(client, extra_headers={'authorization': 'Bearer other'})
