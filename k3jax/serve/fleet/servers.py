@@ -125,7 +125,8 @@ class Server:
           ServerDown: it was.
         """
         try:
-            async with asyncio.timeout(None) as scope:
+            # At once where it was given up while nothing was awaited of it.
+            async with asyncio.timeout(0 if self.state == 'down' else None) as scope:
                 self._awaited.add(scope)
                 try:
                     return await awaitable
