@@ -1,4 +1,4 @@
-"""When a server counts as down or up, who loses what then, and what the script says of bad lists."""
+"""When a server is down or up, who loses what then, and what the script says of bad lists."""
 
 import asyncio
 import pathlib
