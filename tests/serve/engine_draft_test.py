@@ -147,7 +147,7 @@ def test_a_next_turn_goes_on_from_what_is_held():
 
 
 def test_tokens_are_drawn_from_the_model_whatever_the_limit():
-    """Hundreds of slots with one prompt: the first token of a step, against the model's own odds."""
+    """Hundreds of slots with one prompt: first tokens of a step, against the model's own odds."""
     slots, prompt = 512, prompt_of(5)
     pool = DraftPool(GUESSING, model_params(), draft(), slots, 16, 2)
     lanes = pool.lanes(16)
