@@ -13,10 +13,10 @@ from k3jax.flags import (
 )
 from k3jax.serve.admission import Limits, read_keys
 from k3jax.serve.api.rules import RULES
+from k3jax.serve.draft_pool import open_pool
 from k3jax.serve.engine import Engine
 from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.load import open_model, use_dtype
-from k3jax.serve.pool import Pool
 from k3jax.serve.server import build_app, make_server
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -38,6 +38,10 @@ _MAX_WAITING = flags.DEFINE_integer(
 _PREFIX_GIB = flags.DEFINE_float(
     'prefix_cache_gib', 0.0, 'For beginnings of prompts that need not be read again.', lower_bound=0
 )
+_DRAFT = flags.DEFINE_string(
+    'draft', None, 'Workdir of experiments.draft: its guesses make the same answers come faster.'
+)
+_NUM_GUESSES = flags.DEFINE_integer('num_guesses', 7, 'Tokens that a draft guesses at a time.')
 _WARM_UP = flags.DEFINE_bool('warm_up', True, 'Compile everything before the first request.')
 define_activations_flags()
 define_mesh_flag()
@@ -88,7 +92,7 @@ def main(argv: list[str]) -> None:
         max_waiting=_MAX_WAITING.value,
         prefix_cache_bytes=int(_PREFIX_GIB.value * 2**30),
     )
-    pool = Pool(loaded.model, loaded.params, config.num_slots, config.max_length, loaded.mesh)
+    pool = open_pool(loaded, config.num_slots, config.max_length, _DRAFT.value, _NUM_GUESSES.value)
     engine = Engine(pool, loaded.tokenizer, config, images=images, name=_MODEL_NAME.value)
     if _WARM_UP.value:
         logging.info('compiling')

@@ -16,6 +16,8 @@ from k3jax.model.cache import Cache, MLACache
 from k3jax.model.draft import empty_cache, fused, read
 from k3jax.model.kimi import Kimi, head
 from k3jax.model.window import committed, looking_ahead
+from k3jax.serve.draft_folder import open_draft
+from k3jax.serve.load import Loaded
 from k3jax.serve.pool import Pool, batch_axes
 from k3jax.serve.rows import Drawn, Rows, adjusted, after_tokens, draw, drawn_of, keys_of, put_row
 from k3jax.serve.sampling import accept, probabilities
@@ -40,15 +42,14 @@ class DraftPool(Pool):
         size: int,
         num_guesses: int = 7,
     ):
-        """model: with the taps of its draft.
+        """model: with the taps of its draft, whose parameters `draft` is.
 
         Raises:
-          ValueError: no guess is asked for, or the model is on a mesh.
+          ValueError: no guess is asked for.
         """
         if num_guesses < 1:
             raise ValueError(f'num_guesses: got {num_guesses}, wanted 1 or more')
-        if model.run.parallel is not None:
-            raise ValueError('draft: there are no guesses on a mesh yet; serve without --draft')
+        assert model.run.parallel is None
         self._draft, self._width = draft, model.config.hidden_size
         super().__init__(model, params, num_slots, size, None)
         self.num_guesses = num_guesses
@@ -111,6 +112,23 @@ class DraftPool(Pool):
             *(active, mask, constrained, limit),
         )
         return drawn
+
+
+def open_pool(
+    loaded: Loaded, num_slots: int, size: int, draft: str | None = None, num_guesses: int = 7
+) -> Pool:
+    """Slots of a loaded model, which guess where there is a `draft`, a workdir of one.
+
+    Raises:
+      ValueError: the slots do not fit the mesh, or the draft is of another model or goes with none.
+    """
+    model, params = loaded.model, loaded.params
+    if draft is None:
+        return Pool(model, params, num_slots, size, loaded.mesh)
+    if loaded.mesh is not None:
+        raise ValueError('--draft: there are no guesses on a mesh yet; leave one of the two out')
+    model, own = open_draft(draft, model)
+    return DraftPool(model, params, own, num_slots, size, num_guesses)
 
 
 def _read_piece(

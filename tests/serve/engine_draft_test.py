@@ -12,11 +12,11 @@ from k3jax.config import MeshConfig
 from k3jax.data.images import ImageConfig, Patches
 from k3jax.model.draft import init_draft, with_taps
 from k3jax.parallel.mesh import make_mesh
-from k3jax.parallel.shard import parallel_of
-from k3jax.serve.draft_pool import DraftPool
+from k3jax.serve.draft_pool import DraftPool, open_pool
 from k3jax.serve.engine import Engine
 from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.generate import generate
+from k3jax.serve.load import Loaded
 from k3jax.serve.rows import row_of
 from k3jax.serve.sampling import Choice, probabilities
 from k3jax.train.eval import logits_of
@@ -184,8 +184,6 @@ def test_tokens_are_drawn_from_the_model_whatever_the_limit():
 def test_a_mesh_and_no_guesses_are_refused():
     with pytest.raises(ValueError, match='num_guesses: got 0, wanted 1 or more'):
         DraftPool(GUESSING, model_params(), draft(), 2, 16, 0)
-    config = MeshConfig(tensor=2)
-    mesh = make_mesh(config, jax.devices()[:2])
-    run = MODEL.run._replace(parallel=parallel_of(mesh, config, 'decode'))
-    with pytest.raises(ValueError, match='no guesses on a mesh yet'):
-        DraftPool(MODEL.clone(run=run), model_params(), draft(), 2, 16)
+    mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
+    with pytest.raises(ValueError, match='--draft: there are no guesses on a mesh yet'):
+        open_pool(Loaded(MODEL, model_params(), TOKENIZER, None, mesh=mesh), 2, 16, 'draft')
