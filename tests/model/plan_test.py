@@ -112,7 +112,13 @@ def test_stacked_parameters_have_the_structure_that_the_model_declares(config):
     assert [w.shape for w in jax.tree.leaves(wanted)] == [s.shape for s in jax.tree.leaves(stacked)]
 
 
-@pytest.mark.parametrize('config', [K3, dataclasses.replace(K3, experts_format='mxfp4')])
+@pytest.mark.parametrize(
+    'config',
+    [
+        pytest.param(K3, marks=pytest.mark.slow),
+        dataclasses.replace(K3, experts_format='mxfp4'),
+    ],
+)
 def test_fresh_parameters_of_all_of_k3_have_the_release_s_shapes_and_dtypes(config):
     model = Kimi(config, Run(jnp.bfloat16))
     fresh = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))

@@ -65,6 +65,7 @@ class TestBfloat16:
     def test_dense_tiles_of_a_bounded_gate(self, regime):
         check(regime, -5.0, BFLOAT16)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize('regime', [r for r in REGIMES if r != SIMILAR_KEYS])
     def test_exact_tiles_of_any_gate(self, regime):
         check(regime, None, BFLOAT16)
@@ -104,7 +105,8 @@ class TestBfloat16:
             assert_close(got, {name: want[name] for name in INPUTS}, 1e-5)
 
 
-@pytest.mark.parametrize('lower_bound', [-5.0, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('lower_bound', [-5.0, None])
 def test_gate_and_normalisation_in_the_kernel(lower_bound):
     """Against the XLA form in float64, whose own test is against central differences."""
     arguments = raw_arguments()
@@ -250,5 +252,6 @@ def test_programs_split_evenly_over_two_cores_where_heads_allow(batch, heads, mo
     assert call.heads_a_program(batch, heads, 128, 128, most) == want
 
 
+@pytest.mark.slow
 def test_wider_heads_share_the_same_memory():
     assert call.heads_a_program(1, 96, 256, 256, 12) == 3

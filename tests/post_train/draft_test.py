@@ -149,6 +149,7 @@ def test_each_text_is_met_once_an_epoch():
         assert sorted(np.concatenate(rows)) == list(range(16))
 
 
+@pytest.mark.slow
 def test_a_rollout_at_temperature_0_says_the_likeliest(target):
     begun = np.array([[1, 2, 3], [7, 8, 9]], np.int32)
     choice = Choice(jnp.float32(0.0), jnp.float32(1.0), jnp.int32(40))

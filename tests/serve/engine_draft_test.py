@@ -146,6 +146,7 @@ def test_a_next_turn_goes_on_from_what_is_held():
         engine.close()
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_from_the_model_whatever_the_limit():
     """Hundreds of slots with one prompt: first tokens of a step, against the model's own odds."""
     slots, prompt = 512, prompt_of(5)

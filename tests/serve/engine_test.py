@@ -191,6 +191,7 @@ def test_after_a_failed_step_the_next_requests_are_answered(engine, params, monk
     assert ids(answers(engine, request(prompt_of(6)))[0]) == alone(prompt_of(6))
 
 
+@pytest.mark.slow
 def test_warming_up_leaves_an_engine_that_answers(params):
     pool = Pool(MODEL, params, CONFIG.num_slots, CONFIG.max_length, None)
     engine = Engine(pool, TOKENIZER, CONFIG, images=ImageConfig(patch_size=2))

@@ -91,6 +91,7 @@ def test_a_finished_run_has_nothing_left_to_do(config, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoints_are_kept(config, tmp_path):
     trainer(with_train(config, keep_checkpoints=2, z_loss=1e-4), tmp_path / 'a').run()
     kept = sorted(int(path.name) for path in (tmp_path / 'a/checkpoints').iterdir())
