@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from absl import flags, logging
 
 from k3jax.flags import activations, define_activations_flags, run_main
@@ -32,6 +34,9 @@ _MAX_WAITING = flags.DEFINE_integer(
 _PREFIX_GIB = flags.DEFINE_float(
     'prefix_cache_gib', 0.0, 'For beginnings of prompts that need not be read again.', lower_bound=0
 )
+_HOST_GIB = flags.DEFINE_float(
+    'prefix_host_gib', 0.0, "Of the host's memory, for those with no room there.", lower_bound=0
+)
 _WARM_UP = flags.DEFINE_bool('warm_up', True, 'Compile everything before the first request.')
 define_activations_flags()
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all.')
@@ -53,6 +58,12 @@ _REQUEST_TIMEOUT_S = flags.DEFINE_float(
 _DRAIN_TIMEOUT_S = flags.DEFINE_float(
     'drain_timeout_s', Limits.drain_timeout_s, 'How long answers may go on after SIGTERM.'
 )
+
+
+def bytes_of(gib: flags.FlagHolder[float]) -> int:
+    if not math.isfinite(gib.value):
+        raise ValueError(f'--{gib.name}: got {gib.value}, wanted a number of GiB')
+    return int(gib.value * 2**30)
 
 
 def main(argv: list[str]) -> None:
@@ -78,7 +89,8 @@ def main(argv: list[str]) -> None:
         num_slots=_NUM_SLOTS.value,
         max_length=_MAX_LENGTH.value or min(EngineConfig.max_length, positions),
         max_waiting=_MAX_WAITING.value,
-        prefix_cache_bytes=int(_PREFIX_GIB.value * 2**30),
+        prefix_cache_bytes=bytes_of(_PREFIX_GIB),
+        prefix_host_bytes=bytes_of(_HOST_GIB),
     )
     pool = Pool(loaded.model, loaded.params, config.num_slots, config.max_length, None)
     engine = Engine(pool, loaded.tokenizer, config, images=images, name=_MODEL_NAME.value)

@@ -19,6 +19,7 @@ CONFIG = EngineConfig(
     pieces=(8, 32),
     lane_sizes=(48, 120),
     prefix_cache_bytes=200_000,
+    prefix_host_bytes=100_000,
     prefix_hash_tokens=HASH,
 )
 pytestmark = pytest.mark.xdist_group('engine')
