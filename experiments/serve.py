@@ -75,6 +75,7 @@ def main(argv: list[str]) -> None:
         request_timeout_s=_REQUEST_TIMEOUT_S.value,
         drain_timeout_s=_DRAIN_TIMEOUT_S.value,
     )
+    prefix_bytes, host_bytes = bytes_of(_PREFIX_GIB), bytes_of(_HOST_GIB)
     keys = () if _API_KEYS_FILE.value is None else read_keys(_API_KEYS_FILE.value)
     use_dtype(_DTYPE.value)
     loaded = open_model(_CHECKPOINT.value, _DTYPE.value, **activations())
@@ -89,8 +90,8 @@ def main(argv: list[str]) -> None:
         num_slots=_NUM_SLOTS.value,
         max_length=_MAX_LENGTH.value or min(EngineConfig.max_length, positions),
         max_waiting=_MAX_WAITING.value,
-        prefix_cache_bytes=bytes_of(_PREFIX_GIB),
-        prefix_host_bytes=bytes_of(_HOST_GIB),
+        prefix_cache_bytes=prefix_bytes,
+        prefix_host_bytes=host_bytes,
     )
     pool = Pool(loaded.model, loaded.params, config.num_slots, config.max_length, None)
     engine = Engine(pool, loaded.tokenizer, config, images=images, name=_MODEL_NAME.value)

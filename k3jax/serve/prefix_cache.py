@@ -112,6 +112,10 @@ class PrefixCache:
             now['corrupt_blocks'] = host.num_corrupt
         return dataclasses.replace(self._figures, **now)
 
+    def bytes_of(self, num_tokens: int) -> int:
+        """Of the blocks that the beginning of a prompt takes."""
+        return self.index.blocks_of(num_tokens // self.hash_tokens) * self._pool.block_bytes
+
     def boundary(self, length: int) -> int:
         """The last place in a prompt of `length` tokens where its beginning is stored."""
         return length // self.hash_tokens * self.hash_tokens
