@@ -20,6 +20,7 @@ class EngineConfig:
         each piece. The longest is max_length whatever is said here.
       prefix_cache_bytes: for beginnings of prompts that need not be read again; 0: none.
       prefix_host_bytes: in the host's memory, for those that the device has no room for; 0: none.
+        On their way there at most four pages or states are on the device once more.
       prefix_hash_tokens: of which those are multiples.
     """
 

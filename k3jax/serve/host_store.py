@@ -21,8 +21,8 @@ from absl import logging
 from k3jax.serve.block_pool import BlockPool
 from k3jax.serve.prefix_index import Hit, Key, Page, PrefixIndex, State, keys_to
 
-# Copies on their way take memory of the device, each of a page or a state.
-_MOST_ON_THE_WAY = 8
+# Copies on their way take memory of the device beside the cache's, each of a page or a state.
+_MOST_ON_THE_WAY = 4
 
 
 def physical_bytes() -> int:
@@ -94,11 +94,12 @@ class HostStore:
 
         What has a block that is corrupt is dropped.
         """
-        self._land(0)
+        self._land(_MOST_ON_THE_WAY)
         while (hit := self.index.lookup(keys)) is not None:
             if hit.num_hashes <= longer_than:
                 self.index.release(hit)
                 return None
+            self._land(0)
             entries = (*hit.pages, hit.state)
             corrupt = [entry for entry in entries if not self._is_sound(entry)]
             if not corrupt:

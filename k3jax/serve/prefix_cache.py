@@ -194,13 +194,13 @@ class PrefixCache:
 
     def _refuse(self, num_hashes: int) -> None:
         wanted = self.index.blocks_of(num_hashes)
-        if wanted > self._num_blocks:
-            self._figures.refusals += 1
-            logging.log_every_n_seconds(
-                logging.WARNING,
+        if wanted <= self._num_blocks:
+            return
+        self._figures.refusals += 1
+        if self._figures.refusals == 1:  # the figure tells of more
+            logging.warning(
                 'prefix cache: a beginning of %d tokens wants %d blocks of %d bytes, and there are '
                 '%d; it is not held. A larger prefix_cache_bytes would hold it.',
-                60,
                 num_hashes * self.hash_tokens, wanted, self._pool.block_bytes, self._num_blocks,
             )  # fmt: skip
 
