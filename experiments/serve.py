@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from absl import flags, logging
 
 from k3jax.flags import (
@@ -38,6 +40,9 @@ _MAX_WAITING = flags.DEFINE_integer(
 _PREFIX_GIB = flags.DEFINE_float(
     'prefix_cache_gib', 0.0, 'For beginnings of prompts that need not be read again.', lower_bound=0
 )
+_HOST_GIB = flags.DEFINE_float(
+    'prefix_host_gib', 0.0, "Of the host's memory, for those with no room there.", lower_bound=0
+)
 _DRAFT = flags.DEFINE_string(
     'draft', None, 'Workdir of experiments.draft: its guesses make the same answers come faster.'
 )
@@ -66,6 +71,12 @@ _DRAIN_TIMEOUT_S = flags.DEFINE_float(
 )
 
 
+def bytes_of(gib: flags.FlagHolder[float]) -> int:
+    if not math.isfinite(gib.value):
+        raise ValueError(f'--{gib.name}: got {gib.value}, wanted a number of GiB')
+    return int(gib.value * 2**30)
+
+
 def main(argv: list[str]) -> None:
     del argv
     limits = Limits(
@@ -75,6 +86,7 @@ def main(argv: list[str]) -> None:
         request_timeout_s=_REQUEST_TIMEOUT_S.value,
         drain_timeout_s=_DRAIN_TIMEOUT_S.value,
     )
+    prefix_bytes, host_bytes = bytes_of(_PREFIX_GIB), bytes_of(_HOST_GIB)
     keys = () if _API_KEYS_FILE.value is None else read_keys(_API_KEYS_FILE.value)
     use_dtype(_DTYPE.value)
     mesh = serving_mesh_config()
@@ -90,7 +102,8 @@ def main(argv: list[str]) -> None:
         num_slots=_NUM_SLOTS.value,
         max_length=_MAX_LENGTH.value or min(EngineConfig.max_length, positions),
         max_waiting=_MAX_WAITING.value,
-        prefix_cache_bytes=int(_PREFIX_GIB.value * 2**30),
+        prefix_cache_bytes=prefix_bytes,
+        prefix_host_bytes=host_bytes,
     )
     pool = open_pool(loaded, config.num_slots, config.max_length, _DRAFT.value, _NUM_GUESSES.value)
     engine = Engine(pool, loaded.tokenizer, config, images=images, name=_MODEL_NAME.value)

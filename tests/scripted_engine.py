@@ -11,6 +11,7 @@ import numpy as np
 from k3jax.data.tokenizer import Tokenizer, byte_tokenizer
 from k3jax.serve.api.rules import RULES
 from k3jax.serve.constrain import Constrainer
+from k3jax.serve.prefix_figures import PrefixFigures
 from k3jax.serve.request import Overloaded, Request, Token
 from k3jax.serve.server import build_app, make_server
 
@@ -74,6 +75,7 @@ class ScriptedEngine:
         self.tokenizer = tokenizer or _BYTES
         self.max_length, self.model_name = 4096, 'tiny'
         self.script, self.delay_s, self.max_running, self.cached_tokens = script, 0.0, 1000, 0
+        self.prefix_figures: PrefixFigures | None = None
         self.requests: list[Request] = []
         self.streams: list[ScriptedStream] = []
         self.num_running = 0

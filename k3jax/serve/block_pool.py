@@ -73,7 +73,8 @@ class BlockPool:
     """Blocks of one model, on one device.
 
     Attributes:
-      page_tokens: tokens of a page. block_bytes: of one block.
+      page_tokens: tokens of a page. num_words, block_bytes: of one block.
+      blocks: [blocks, words] uint32.
     """
 
     def __init__(
@@ -84,15 +85,29 @@ class BlockPool:
         # Each of a state's four parts begins with a word.
         state = state_bytes(config, dtype) + 3 * _WORD_BYTES
         most = max(page_tokens * token_bytes(config, dtype), state)
-        self._num_words = -(-most // _WORD_BYTES)
-        self.block_bytes = self._num_words * _WORD_BYTES
-        self.blocks = jnp.zeros((num_blocks, self._num_words), _WORD)
+        self.num_words = -(-most // _WORD_BYTES)
+        self.block_bytes = self.num_words * _WORD_BYTES
+        self._num_blocks = num_blocks
+        self.reset()
         own = _Layers(config, plan, page_tokens)
         self._save_page = jax.jit(own.save_page, donate_argnums=0)
         self._load_page = jax.jit(own.load_page, donate_argnums=1)
         self._state_of = jax.jit(own.state_of)
-        self._save_state = jax.jit(own.save_state, donate_argnums=0)
+        self._put = jax.jit(own.put_blocks, donate_argnums=0)
+        self._get = jax.jit(lambda blocks, ids: blocks[ids])
         self._load_state = jax.jit(own.load_state, donate_argnums=1)
+
+    def reset(self) -> None:
+        """Empty blocks, also after a step that failed on its way."""
+        self.blocks = jnp.zeros((self._num_blocks, self.num_words), _WORD)
+
+    def get(self, ids: Sequence[int]) -> jax.Array:
+        """[N, words]: a copy of blocks as they are now."""
+        return self._get(self.blocks, np.asarray(ids, np.int32))
+
+    def put(self, words: jax.Array | np.ndarray, ids: Sequence[int]) -> None:
+        """Writes blocks [N, words]; fewer words, as `state_of` takes, fill their beginnings."""
+        self.blocks = self._put(self.blocks, words, np.asarray(ids, np.int32))
 
     def save_page(self, cache: Cache, row: int, start: int, ids: Sequence[int]) -> None:
         """Copies a page of tokens from `start` on of a row of a cache into blocks."""
@@ -105,12 +120,8 @@ class BlockPool:
         return self._load_page(self.blocks, cache, *places)
 
     def state_of(self, cache: Cache, row: int) -> jax.Array:
-        """[KDA layers, words]: a row's states as blocks hold them, for `save_state` later."""
+        """[KDA layers, words]: a row's states as blocks hold them, for `put` later."""
         return self._state_of(cache, np.int32(row))
-
-    def save_state(self, state: jax.Array, ids: Sequence[int]) -> None:
-        """Puts what `state_of` took into blocks."""
-        self.blocks = self._save_state(self.blocks, state, np.asarray(ids, np.int32))
 
     def load_state(self, cache: Cache, row: int, length: int, ids: Sequence[int]) -> Cache:
         """The cache, which is given up, with a row's states, after `length` tokens."""
@@ -156,7 +167,7 @@ class _Layers:
             places = start + jnp.arange(self._page)
             both = [jnp.take(self._row(x, stack, row), places, axis=1, mode='clip') for x in own]
             pages.append(_to_words(jnp.concatenate(both, axis=-1)))
-        return self._put_blocks(blocks, jnp.concatenate(pages), ids)
+        return self.put_blocks(blocks, jnp.concatenate(pages), ids)
 
     def load_page(self, blocks, cache, row, start, ids):
         changed, first = {}, 0
@@ -180,9 +191,6 @@ class _Layers:
             states.append(jnp.concatenate(parts, axis=1))
         return jnp.concatenate(states)
 
-    def save_state(self, blocks, state, ids):
-        return self._put_blocks(blocks, state, ids)
-
     def load_state(self, blocks, cache, row, length, ids):
         changed, first = {}, 0
         for stack, own in self._stacks(KDACache, cache):
@@ -200,6 +208,6 @@ class _Layers:
         return cache._replace(length=cache.length.at[row].set(length))
 
     @staticmethod
-    def _put_blocks(blocks: jax.Array, words: jax.Array, ids: jax.Array) -> jax.Array:
+    def put_blocks(blocks: jax.Array, words: jax.Array, ids: jax.Array) -> jax.Array:
         words = jnp.pad(words, ((0, 0), (0, blocks.shape[1] - words.shape[1])))
         return blocks.at[ids].set(words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from k3jax.serve.generate import rows_from
 from k3jax.serve.media import rows_of
 from k3jax.serve.pool import Pool
 from k3jax.serve.prefix_cache import PrefixCache, distinct_tokens
+from k3jax.serve.prefix_figures import PrefixFigures
 from k3jax.serve.request import Finished, Overloaded, Request, Sampling, Token
 from k3jax.serve.rows import Drawn, row_of
 from k3jax.serve.stream import EngineStream, deliver
@@ -120,7 +122,10 @@ class Engine:
             if pool.mesh is not None:
                 raise ValueError('prefix_cache_bytes: there is no prefix cache on a mesh yet')
             self._prefixes = PrefixCache(
-                pool.model, config.prefix_cache_bytes, hash_tokens=config.prefix_hash_tokens
+                pool.model,
+                config.prefix_cache_bytes,
+                host_bytes=config.prefix_host_bytes,
+                hash_tokens=config.prefix_hash_tokens,
             )
         self._wake = threading.Condition()
         self._waiting: collections.deque[_Job] = collections.deque()
@@ -152,6 +157,11 @@ class Engine:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def prefix_figures(self) -> PrefixFigures | None:
+        """Of the prefix cache, if there is one."""
+        return None if self._prefixes is None else self._prefixes.figures
 
     def submit(self, request: Request) -> EngineStream:
         """Queues a request; in the event loop that will read the stream.
@@ -234,6 +244,7 @@ class Engine:
             self._begin_group()
         if self._group is not None:
             self._read_piece(self._group)
+        self._fetch_next()
         if self._running:
             self._decode()
         else:
@@ -245,6 +256,20 @@ class Engine:
             kept = [job for job in self._waiting if not job.stream.is_cancelled]
             self._waiting.clear()
             self._waiting.extend(kept)
+
+    def _fetch_next(self) -> None:
+        """Has the beginnings of the next prompts brought to the device while others are read."""
+        if self._prefixes is None:
+            return
+        with self._wake:
+            coming = list(itertools.islice(self._waiting, self._pool.num_lanes))
+        for job in coming:
+            if job.distinct is None:
+                self._know(job)
+                self._prefixes.fetch(job.distinct)
+
+    def _know(self, job: _Job) -> None:
+        job.distinct = distinct_tokens(job.prompt, self._media_id, job.request.media)
 
     def _begin_group(self) -> None:
         free: dict[int, int] = {}
@@ -283,8 +308,8 @@ class Engine:
             pool, images = self._pool, self._images or ImageConfig()
             rows = [rows_of(pool.model, pool.params, one, images) for one in request.media]
             job.rows = jnp.concatenate(rows)
-        if self._prefixes is not None:
-            job.distinct = distinct_tokens(job.prompt, self._media_id, request.media)
+        if self._prefixes is not None and job.distinct is None:
+            self._know(job)
         job.request = dataclasses.replace(request, media=())
 
     def _read_piece(self, group: _Group) -> None:

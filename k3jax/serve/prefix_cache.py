@@ -2,22 +2,27 @@
 
 What a slot or lane has read is copied into blocks at the last whole hash block of a prompt, and at
 that of its answer, where a next turn begins. A hit copies blocks into the cache of a lane, which
-then belongs to the request alone.
+then belongs to the request alone. Under pressure what was used longest ago moves to the host's
+memory, and back when it is asked for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from absl import logging
 
 from k3jax.data.images import Patches
 from k3jax.model.cache import Cache
 from k3jax.model.kimi import Kimi
 from k3jax.serve.block_pool import BlockPool, layer_counts, page_tokens
-from k3jax.serve.prefix_index import Key, PrefixIndex, keys_of
+from k3jax.serve.host_store import HostStore, physical_bytes
+from k3jax.serve.prefix_figures import PrefixFigures
+from k3jax.serve.prefix_index import Hit, Key, PrefixIndex, keys_of
 
 HASH_TOKENS = 512
 
@@ -46,6 +51,7 @@ class PrefixCache:
 
     Attributes:
       hash_tokens: hits are multiples of it.
+      index: of the device. host: what the device had no room for, or None.
     """
 
     def __init__(
@@ -53,33 +59,62 @@ class PrefixCache:
         model: Kimi,
         num_bytes: int,
         *,
+        host_bytes: int = 0,
         hash_tokens: int = HASH_TOKENS,
         page: int | None = None,
     ):
-        """num_bytes: of the blocks. page: tokens of one; None: the smallest that wastes no block.
+        """num_bytes: of the blocks on the device. host_bytes: of those on the host; 0: none.
+        page: tokens of one; None: the smallest that wastes no block.
 
         Raises:
-          ValueError: there is no room for a page and a state.
+          ValueError: there is no room for a page and a state, or less memory than that.
         """
+        limit = _device_bytes()
+        if num_bytes > limit:
+            raise ValueError(
+                f'prefix_cache_bytes: got {num_bytes}, wanted at most the {limit} bytes of the '
+                'device'
+            )
         config, dtype = model.config, model.run.dtype
         self.hash_tokens = hash_tokens
         self._page = page or page_tokens(config, dtype, hash_tokens)
         num_mla, num_kda = layer_counts(config)
-        one = BlockPool(config, model.plan, dtype, 1, self._page)
-        self._num_blocks = num_bytes // one.block_bytes
-        self._layers = {'page_blocks': num_mla, 'state_blocks': num_kda}
-        self._make = lambda: BlockPool(config, model.plan, dtype, self._num_blocks, self._page)
-        self.reset()
+        block_bytes = BlockPool(config, model.plan, dtype, 1, self._page).block_bytes
+        self._num_blocks = num_bytes // block_bytes
+        self._fields = {
+            'page_blocks': num_mla,
+            'state_blocks': num_kda,
+            'hash_tokens': hash_tokens,
+            'page_tokens': self._page,
+        }
+        self._figures = PrefixFigures()
+        self.index = self._new_index()
+        self._pool = BlockPool(config, model.plan, dtype, self._num_blocks, self._page)
+        self.host = HostStore(host_bytes, self._pool, **self._fields) if host_bytes else None
+
+    def _new_index(self) -> PrefixIndex:
+        return PrefixIndex(self._num_blocks, on_evict=self._give_up, **self._fields)
 
     def reset(self) -> None:
-        """Forgets everything."""
-        self.index = PrefixIndex(
-            self._num_blocks,
-            hash_tokens=self.hash_tokens,
-            page_tokens=self._page,
-            **self._layers,
-        )
-        self._pool = self._make()
+        """Forgets everything, but not the figures."""
+        self.index = self._new_index()
+        self._pool.reset()
+        if self.host is not None:
+            self.host.reset()
+
+    @property
+    def figures(self) -> PrefixFigures:
+        """As they are now; for any thread."""
+        size, host = self._pool.block_bytes, self.host
+        now = {'device_bytes': (self._num_blocks - self.index.num_free) * size}
+        if host is not None:
+            now['host_bytes'] = (host.index.num_blocks - host.index.num_free) * size
+            now['corrupt_blocks'] = host.num_corrupt
+        return dataclasses.replace(self._figures, **now)
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Of the blocks that the beginning of a prompt takes."""
+        return self.index.blocks_of(num_tokens // self.hash_tokens) * self._pool.block_bytes
 
     def boundary(self, length: int) -> int:
         """The last place in a prompt of `length` tokens where its beginning is stored."""
@@ -90,39 +125,87 @@ class PrefixCache:
 
         At least one token is left to be read.
         """
-        keys = keys_of(tokens[: len(tokens) - 1], self.hash_tokens)
-        hit = self.index.lookup(keys)
+        self.fetch(tokens)
+        hit = self.index.lookup(self._keys(tokens))
         if hit is None:
+            self._figures.misses += 1
             return cache, 0
         for number, page in enumerate(hit.pages):
             cache = self._pool.load_page(cache, row, number * self._page, page.blocks)
         length = hit.num_hashes * self.hash_tokens
         cache = self._pool.load_state(cache, row, length, hit.state.blocks)
         self.index.release(hit)
+        self._figures.hits += 1
+        self._figures.hit_tokens += length
         return cache, length
+
+    def _keys(self, tokens: np.ndarray) -> list[Key]:
+        """Of what may be hit of a prompt."""
+        return keys_of(tokens[: len(tokens) - 1], self.hash_tokens)
+
+    def fetch(self, tokens: np.ndarray) -> None:
+        """Begins to copy what the host holds of a prompt to the device, if it is more than what is
+        there. Early is better: the copies go on beside other work."""
+        if self.host is None:
+            return
+        keys = self._keys(tokens)
+        here = self.index.lookup(keys)
+        reach = 0 if here is None else here.num_hashes
+        if here is not None:
+            self.index.release(here)
+        there = self.host.lookup(keys, longer_than=reach)
+        if there is None:
+            return
+        new = self.index.store(keys[: there.num_hashes])
+        if new is not None:
+            self._figures.fetches += 1
+            for number, page in new.pages:
+                self._pool.put(self.host.get(there.pages[number]), page.blocks)
+            if new.state is not None:
+                self._pool.put(self.host.get(there.state), new.state.blocks)
+        self.host.index.release(there)
+
+    def _give_up(self, evicted: Hit) -> None:
+        self._figures.evictions += 1
+        if self.host is not None:
+            before = self.host.index.num_evicted
+            self._figures.offloads += self.host.offload(evicted)
+            self._figures.host_evictions += self.host.index.num_evicted - before
 
     def state_of(self, cache: Cache, row: int) -> jax.Array:
         """A row's states now, to be stored when the tokens before them are known."""
         return self._pool.state_of(cache, row)
 
     def store(self, tokens: np.ndarray, cache: Cache, row: int, state: jax.Array) -> None:
-        """Holds a beginning of whole hash blocks, which a row has read; as far as there is room.
+        """Holds a beginning of whole hash blocks, which a row has read; if there is room.
 
         state: of the row just after `tokens`.
         """
-        keys: list[Key] = keys_of(tokens, self.hash_tokens)
+        keys = keys_of(tokens, self.hash_tokens)
         assert len(keys) * self.hash_tokens == len(tokens)
-        for page in self.index.store_pages(keys):
-            number = _number_of(page.keys[0], self._page // self.hash_tokens)
+        new = self.index.store(keys)
+        if new is None:
+            self._refuse(len(keys))
+            return
+        for number, page in new.pages:
             self._pool.save_page(cache, row, number * self._page, page.blocks)
-        taken = self.index.store_state(keys)
-        if taken is not None:
-            self._pool.save_state(state, taken.blocks)
+        if new.state is not None:
+            self._pool.put(state, new.state.blocks)
+
+    def _refuse(self, num_hashes: int) -> None:
+        wanted = self.index.blocks_of(num_hashes)
+        if wanted <= self._num_blocks:
+            return
+        self._figures.refusals += 1
+        if self._figures.refusals == 1:  # the figure tells of more
+            logging.warning(
+                'prefix cache: a beginning of %d tokens wants %d blocks of %d bytes, and there are '
+                '%d; it is not held. A larger prefix_cache_bytes would hold it.',
+                num_hashes * self.hash_tokens, wanted, self._pool.block_bytes, self._num_blocks,
+            )  # fmt: skip
 
 
-def _number_of(key: Key, hashes_a_page: int) -> int:
-    """Of the page that begins with a key."""
-    before = 0
-    while key.before is not None:
-        key, before = key.before, before + 1
-    return before // hashes_a_page
+def _device_bytes() -> int:
+    """Memory of the device that arrays go to."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get('bytes_limit', physical_bytes())

@@ -3,7 +3,8 @@
 Tokens are hashed by blocks of `hash_tokens`, each hash over all before it. A page holds the latents
 of up to `page_tokens` tokens, of all attention layers; a state that of all KDA layers at the end of
 a hash block. Both are made of equal blocks of one pool: a page of one for each attention layer, a
-state of one for each KDA layer, taken and given up together. A page may be filled in part.
+state of one for each KDA layer, taken and given up together. A page may be filled in part. A
+beginning is held whole or not at all: its pages, and the state at its end.
 
 Source: Kimi K3's report on serving; Kimi Linear's cache with blocks of two granularities.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +70,7 @@ class State:
 
 
 class Hit(NamedTuple):
-    """A beginning that is held; pinned until it is released.
+    """A beginning that is held.
 
     num_hashes: hash blocks. pages: in order; the last may hold more than the hit.
     """
@@ -78,11 +80,21 @@ class Hit(NamedTuple):
     state: State
 
 
+class New(NamedTuple):
+    """What is to be written: pages with their numbers, and the state if it was not held yet."""
+
+    pages: tuple[tuple[int, Page], ...]
+    state: State | None
+
+
 class PrefixIndex:
-    """What is held where; touches no device.
+    """What is held where; touches no memory.
 
     Attributes:
       hash_tokens, page_tokens: page_tokens is a multiple.
+      num_blocks: in use or free.
+      on_evict: told of each beginning that is given up for lack of room, while it is still there.
+      num_evicted: how many that were.
     """
 
     def __init__(
@@ -93,6 +105,7 @@ class PrefixIndex:
         state_blocks: int,
         hash_tokens: int,
         page_tokens: int,
+        on_evict: Callable[[Hit], None] | None = None,
     ):
         """page_blocks, state_blocks: of a page and of a state: attention layers and KDA layers.
 
@@ -110,13 +123,14 @@ class PrefixIndex:
                 f'{page_blocks} and a state of {state_blocks}'
             )
         self.hash_tokens, self.page_tokens = hash_tokens, page_tokens
+        self.num_blocks, self.num_evicted, self.on_evict = num_blocks, 0, on_evict
         self._page_blocks, self._state_blocks = page_blocks, state_blocks
         self._free = list(range(num_blocks))[::-1]
         # The one object for each key that is held, so that equal keys are the same.
         self._known: weakref.WeakValueDictionary[bytes, Key] = weakref.WeakValueDictionary()
-        self._page_of: dict[Key, Page] = {}  # by every key in it
+        self._pages_at: dict[Key, list[Page]] = {}  # by the first key in it
         self._state_of: dict[Key, State] = {}
-        # From what was used longest ago on; a dict keeps its order.
+        # From what was used longest ago on; a dict keeps its order. A state is before its pages.
         self._used: dict[Page | State, None] = {}
 
     @property
@@ -127,9 +141,18 @@ class PrefixIndex:
     def hashes_a_page(self) -> int:
         return self.page_tokens // self.hash_tokens
 
+    def blocks_of(self, num_hashes: int) -> int:
+        """That a beginning takes where nothing of it is held."""
+        return -(-num_hashes // self.hashes_a_page) * self._page_blocks + self._state_blocks
+
     def entries(self) -> Iterator[Page | State]:
         """All that is held, from what was used longest ago on."""
         yield from self._used
+
+    def beginnings(self) -> list[Hit]:
+        """All that could be hit."""
+        found = (self._whole(entry) for entry in self._used if isinstance(entry, State))
+        return [hit for hit in found if hit is not None]
 
     def _held(self, keys: Sequence[Key]) -> list[Key]:
         """The index's own objects for the first of `keys`, as far as it has any."""
@@ -154,7 +177,7 @@ class PrefixIndex:
         return adopted
 
     def lookup(self, keys: Sequence[Key]) -> Hit | None:
-        """The longest beginning of a prompt that is held whole, in every layer; pins it."""
+        """The longest beginning of a prompt that is held; pins it until it is released."""
         held, size = self._held(keys), self.hashes_a_page
         pages: list[Page] = []
         reach = 0
@@ -177,11 +200,13 @@ class PrefixIndex:
 
     def _longest(self, own: Sequence[Key]) -> tuple[Page | None, int]:
         """The page that holds most of one page's keys, and how many."""
-        for count in range(len(own), 0, -1):
-            page = self._page_of.get(own[count - 1])
-            if page is not None:
-                return page, count
-        return None, 0
+        best, most = None, 0
+        for page in self._pages_at.get(own[0], ()):
+            same = (one is other for one, other in zip(page.keys, own, strict=False))
+            count = sum(itertools.takewhile(bool, same))
+            if count > most:
+                best, most = page, count
+        return best, most
 
     def release(self, hit: Hit) -> None:
         """Of a hit whose blocks were copied."""
@@ -192,70 +217,89 @@ class PrefixIndex:
             entry.pins += by
             assert entry.pins >= 0
 
-    def _touch(self, pages: Sequence[Page], state: State | None) -> None:
-        """Later pages go first when blocks are needed: without the earlier they are of no use."""
-        for entry in ([] if state is None else [state]) + list(pages)[::-1]:
-            if entry in self._used:
-                del self._used[entry]
+    def _touch(self, pages: Iterable[Page], state: State) -> None:
+        """Later pages go first when blocks are needed: without the earlier they are of no use; and
+        the state before all of them, while they are there."""
+        for entry in [state, *list(pages)[::-1]]:
+            self._used.pop(entry, None)
             self._used[entry] = None
 
-    def store_pages(self, keys: Sequence[Key]) -> list[Page]:
-        """Takes blocks for the pages of a beginning that are not held yet; those are to be written.
+    def store(self, keys: Sequence[Key]) -> New | None:
+        """Takes blocks for what is not held yet of a beginning: of all of it, or None.
 
-        Fewer pages than the beginning has, where no more blocks can be given up.
+        None is also for keys whose digest is another's: of those nothing is held.
         """
         adopted, size = self._adopted(keys), self.hashes_a_page
-        held: list[Page] = []
-        new: list[Page] = []
-        for first in range(0, len(adopted), size):
-            own = tuple(adopted[first : first + size])
-            page, count = self._longest(own)
-            if page is None or count < len(own):
-                blocks = self._take(self._page_blocks, keep={*held, page})
-                if blocks is None:
-                    break
-                if page is not None and page.keys == own[:count] and not page.pins:
-                    self._drop(page)  # all of it is in the new one too
-                page = Page(own, blocks)
-                self._page_of |= dict.fromkeys(own, page)
-                self._used[page] = None
-                new.append(page)
-            held.append(page)
-        self._touch(held, None)
-        return new
-
-    def store_state(self, keys: Sequence[Key]) -> State | None:
-        """Takes blocks for the state after `keys`; None if it is held, or nothing can be given up.
-
-        Of keys whose digest is another's, nothing is held.
-        """
-        adopted = self._adopted(keys)
-        if len(adopted) < len(keys):
+        if not keys or len(adopted) < len(keys):
             return None
-        found = self._state_of.get(adopted[-1])
-        if found is not None:
-            self._touch((), found)
-            return None
-        blocks = self._take(self._state_blocks, keep=set())
+        runs = [tuple(adopted[first : first + size]) for first in range(0, len(adopted), size)]
+        found = [self._longest(run) for run in runs]
+        missing = [number for number, run in enumerate(runs) if found[number][1] < len(run)]
+        state = self._state_of.get(adopted[-1])
+        # All that is in these is in the pages that take their place.
+        shorter = [
+            page
+            for page, count in (found[number] for number in missing)
+            if page is not None and len(page.keys) == count and not page.pins
+        ]
+        keep = {entry for entry in (state, *(page for page, _ in found)) if entry is not None}
+        wanted = len(missing) * self._page_blocks + (state is None) * self._state_blocks
+        blocks = self._take(wanted, keep, shorter)
         if blocks is None:
             return None
+        pages = [page for page, _ in found]
+        for number in missing:
+            own, blocks = blocks[: self._page_blocks], blocks[self._page_blocks :]
+            pages[number] = Page(runs[number], own)
+            self._pages_at.setdefault(runs[number][0], []).append(pages[number])
+        new = tuple((number, pages[number]) for number in missing)
+        if state is not None:
+            self._touch(pages, state)
+            return New(new, None)
         state = self._state_of[adopted[-1]] = State(adopted[-1], blocks)
-        self._used[state] = None
-        return state
+        self._touch(pages, state)
+        return New(new, state)
 
-    def drop_state(self, state: State) -> None:
-        """Gives up a state that another has superseded, unless somebody is copying it."""
-        if state in self._used and not state.pins:
-            self._drop(state)
+    def discard(self, entry: Page | State) -> None:
+        """Gives up what is not to be hit any more, and what is of no use without it."""
+        if entry in self._used and not entry.pins:
+            self._drop(entry)
+        for state in [e for e in self._used if isinstance(e, State) and not e.pins]:
+            if self._whole(state) is None:
+                self._drop(state)
 
-    def _take(self, count: int, keep: set[Page | State | None]) -> tuple[int, ...] | None:
-        """`count` free blocks, giving up what was used longest ago; None if too much is pinned."""
-        while len(self._free) < count:
-            victim = next((e for e in self._used if not e.pins and e not in keep), None)
-            if victim is None:
-                return None
-            self._drop(victim)
+    def _take(
+        self, count: int, keep: set[Page | State], shorter: list[Page]
+    ) -> tuple[int, ...] | None:
+        """`count` free blocks, giving up what was used longest ago and at last `shorter`, which
+        goes in any case; None, and nothing is given up, if too much is in `keep` or pinned."""
+        others = [e for e in self._used if not e.pins and (e not in keep or e in shorter)]
+        if self.num_free + sum(len(entry.blocks) for entry in others) < count:
+            return None
+        victims = iter([e for e in others if e not in shorter] + shorter)
+        while self.num_free < count:
+            self._evict(next(victims))
+        for page in shorter:
+            if page in self._used:
+                self._drop(page)
         return tuple(self._free.pop() for _ in range(count))
+
+    def _evict(self, entry: Page | State) -> None:
+        hit = self._whole(entry) if isinstance(entry, State) else None
+        if hit is not None:
+            self.num_evicted += 1
+            if self.on_evict is not None:
+                self.on_evict(hit)
+        self._drop(entry)
+
+    def _whole(self, state: State) -> Hit | None:
+        """The beginning that a state ends, if its pages are held."""
+        keys, size = keys_to(state.key), self.hashes_a_page
+        runs = [keys[first : first + size] for first in range(0, len(keys), size)]
+        found = [self._longest(run) for run in runs]
+        if any(count < len(run) for (_, count), run in zip(found, runs, strict=True)):
+            return None
+        return Hit(len(keys), tuple(page for page, _ in found), state)
 
     def _drop(self, entry: Page | State) -> None:
         del self._used[entry]
@@ -263,6 +307,16 @@ class PrefixIndex:
         if isinstance(entry, State):
             del self._state_of[entry.key]
             return
-        for key in entry.keys:
-            if self._page_of.get(key) is entry:
-                del self._page_of[key]
+        beside = self._pages_at[entry.keys[0]]
+        beside.remove(entry)
+        if not beside:
+            del self._pages_at[entry.keys[0]]
+
+
+def keys_to(key: Key | None) -> list[Key]:
+    """A key and all before it, in order."""
+    found: list[Key] = []
+    while key is not None:
+        found.append(key)
+        key = key.before
+    return found[::-1]

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from k3jax.data.images import Patches
 from k3jax.data.tokenizer import Tokenizer
+from k3jax.serve.prefix_figures import PrefixFigures
 
 Finished = Literal['stop', 'length', 'error']
 
@@ -108,6 +109,10 @@ class Engine(Protocol):
     tokenizer: Tokenizer
     max_length: int
     model_name: str
+
+    @property
+    def prefix_figures(self) -> PrefixFigures | None:
+        """Of the prefix cache, if there is one."""
 
     def submit(self, request: Request) -> Stream:
         """Queues a request; returns at once.

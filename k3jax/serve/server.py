@@ -86,7 +86,7 @@ def build_app(
       images: None for a model that takes none.
       constrainer: the engine's, if it has one already; it takes a second to make.
     """
-    limits, metrics = limits or Limits(), ServerMetrics()
+    limits, metrics = limits or Limits(), ServerMetrics(lambda: engine.prefix_figures)
     preparer = Preparer(engine, rules, images, constrainer or Constrainer(engine.tokenizer))
     exchange = Exchange(engine, rules, limits, Keys(api_keys), preparer, metrics)
     created, page = int(time.time()), _PAGE.read_bytes()

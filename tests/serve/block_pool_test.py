@@ -45,7 +45,7 @@ def test_pages_and_states_move_from_one_cache_to_another(make, dtype):
     pages = np.split(ids[: 3 * num_mla], 3)
     for number, blocks in enumerate(pages):
         pool.save_page(source, 1, PAGE * number, blocks)
-    pool.save_state(pool.state_of(source, 1), ids[3 * num_mla :])
+    pool.put(pool.state_of(source, 1), ids[3 * num_mla :])
     target = filled(config, plan, 3, 20, dtype, 2)  # shorter: the third page has no room for all
     before = jax.tree.map(np.asarray, target)
     for number, blocks in enumerate(pages):

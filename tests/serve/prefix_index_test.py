@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.serve.prefix_index import PrefixIndex, keys_of
+from k3jax.serve.prefix_index import PrefixIndex, State, keys_of, keys_to
 
 HASH, PAGE = 4, 12  # tokens; three hash blocks a page
 PAGE_BLOCKS, STATE_BLOCKS = 2, 3
@@ -34,55 +34,73 @@ def blocks_in_use(index, num_blocks):
     return used
 
 
-def store(index, text, state=True):
-    new = index.store_pages(keys(text))
-    return new, index.store_state(keys(text)) if state else None
+def store(index, text):
+    return index.store(keys(text))
 
 
 def test_a_hit_ends_where_a_state_is_and_pages_reach():
     index = index_of()
-    new, state = store(index, 'a' * 10 + 'b' * 10)  # a whole page, and two thirds of one
-    assert [len(page.keys) for page in new] == [3, 2] and state is not None
+    new = store(index, 'a' * 10 + 'b' * 10)  # a whole page, and two thirds of one
+    assert [(number, len(page.keys)) for number, page in new.pages] == [(0, 3), (1, 2)]
     assert index.lookup(keys('a' * 10 + 'b' * 9)) is None  # four blocks are there, without a state
     hit = index.lookup(keys('a' * 10 + 'b' * 10 + 'c' * 8))
-    assert hit.num_hashes == 5 and list(hit.pages) == new and hit.state is state
-    store(index, 'a' * 10 + 'bb', state=True)
+    assert hit.num_hashes == 5 and hit.state is new.state
+    assert hit.pages == tuple(page for _, page in new.pages)
+    assert store(index, 'a' * 10 + 'bb').pages == ()
     assert index.lookup(keys('a' * 10 + 'b' * 6 + 'x' * 4)).num_hashes == 3
     assert index.lookup(keys('x' + 'a' * 19)) is None
+    assert store(index, 'a' * 10 + 'b' * 10) == ((), None)
 
 
 def test_a_page_that_goes_on_takes_the_place_of_the_one_it_has_in_it():
     index = index_of(40)
-    first, _ = store(index, 'a' * 16)
-    second, _ = store(index, 'a' * 20)
-    assert len(second) == 1 and first[1] not in list(index.entries())
+    first, second = store(index, 'a' * 16), store(index, 'a' * 20)
+    assert len(second.pages) == 1 and first.pages[1][1] not in list(index.entries())
     blocks_in_use(index, 40)
-    other, _ = store(index, 'a' * 16 + 'b' * 4)  # shares half a page, and cannot share its blocks
-    assert second[0] in list(index.entries()) and len(other) == 1
-    for text in ('a' * 20, 'a' * 16 + 'b' * 4):
-        assert index.lookup(keys(text)).num_hashes == 5
+    # Shares half a page, and cannot share its blocks.
+    other = store(index, 'a' * 16 + 'b' * 4)
+    assert second.pages[0][1] in list(index.entries()) and len(other.pages) == 1
+    for text, reach in (('a' * 20, 5), ('a' * 16 + 'b' * 4, 5), ('a' * 16, 4)):
+        assert index.lookup(keys(text)).num_hashes == reach
 
 
-def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings():
+def test_what_was_used_longest_ago_goes_first_and_as_a_whole():
     index = index_of(2 * (2 * PAGE_BLOCKS + STATE_BLOCKS))
+    given_up = []
+    index.on_evict = lambda hit: given_up.append((hit.num_hashes, len(hit.pages)))
     store(index, 'a' * 24)
     store(index, 'b' * 24)
     index.release(index.lookup(keys('a' * 24)))
     store(index, 'c' * 12)
+    assert given_up == [(6, 2)] and index.num_evicted == 1
     assert index.lookup(keys('b' * 24)) is None
     assert index.lookup(keys('a' * 24)).num_hashes == 6
 
 
-def test_what_is_pinned_stays_and_what_does_not_fit_is_not_stored():
-    index = index_of(2 * PAGE_BLOCKS + STATE_BLOCKS)
+def test_what_is_pinned_stays_and_what_does_not_fit_leaves_all_as_it_was():
+    num_blocks = 2 * PAGE_BLOCKS + STATE_BLOCKS
+    index = index_of(num_blocks)
     store(index, 'a' * 24)
     hit = index.lookup(keys('a' * 24))
-    assert store(index, 'b' * 24) == ([], None)
-    index.drop_state(hit.state)
+    index.discard(hit.state)
+    assert store(index, 'b' * 24) is None
     index.release(hit)
-    new, _ = store(index, 'b' * 24)
-    assert len(new) == 2
-    blocks_in_use(index, 2 * PAGE_BLOCKS + STATE_BLOCKS)
+    before = list(index.entries())
+    assert store(index, 'b' * 36) is None and list(index.entries()) == before
+    assert index.blocks_of(9) == 3 * PAGE_BLOCKS + STATE_BLOCKS
+    assert len(store(index, 'b' * 24).pages) == 2
+    blocks_in_use(index, num_blocks)
+    assert len(store(index, 'b' * 16).pages) == 0  # the states of both ends have no room
+    assert index.lookup(keys('b' * 24)).num_hashes == 4
+
+
+def test_what_is_discarded_takes_along_what_is_of_no_use_without_it():
+    index = index_of()
+    first, second = store(index, 'a' * 12), store(index, 'a' * 12 + 'b' * 12)
+    index.discard(second.pages[0][1])
+    assert list(index.entries()) == [first.state, first.pages[0][1]]
+    index.discard(first.state)
+    assert list(index.entries()) == [first.pages[0][1]]
 
 
 @pytest.mark.parametrize('digest', [lambda _: b'', lambda data: data[-1:]])
@@ -91,16 +109,15 @@ def test_prompts_whose_hashes_collide_are_never_taken_for_each_other(digest):
     texts = ['aaaabbbbcccc', 'xxxxbbbbcccc', 'aaaaxxxxcccc', 'aaaabbbbxxxx', 'bbbbaaaacccc']
     for text in texts:
         own = keys(text, digest)
-        new, state = index.store_pages(own), index.store_state(own)
+        new = index.store(own)
         hit = index.lookup(own)
+        assert (hit is None) == (new is None)
         if hit is not None:
             held = [key.tokens for page in hit.pages for key in page.keys][: hit.num_hashes]
-            assert held == [key.tokens for key in own][: hit.num_hashes]
-            assert hit.state is state or state is None
-        del new
+            assert held == [key.tokens for key in own] and hit.state is new.state
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_history_finds_what_a_store_of_everything_has(data):
     """Prompts over two letters, so that most share beginnings, against all that was written."""
@@ -111,18 +128,21 @@ def test_any_history_finds_what_a_store_of_everything_has(data):
         letters = data.draw(st.lists(st.sampled_from('ab'), min_size=1, max_size=9))
         text = ''.join(letter * HASH for letter in letters)
         own = keys(text + 'z' * data.draw(st.integers(0, HASH - 1)))
-        match data.draw(st.sampled_from(['pages', 'state', 'lookup', 'lookup', 'release'])):
-            case 'pages':
-                for page in index.store_pages(own):
-                    content = b''.join(key.tokens for key in chain(page.keys[-1]))
+        match data.draw(st.sampled_from(['store', 'store', 'lookup', 'lookup', 'release', 'drop'])):
+            case 'store' if own:
+                new = index.store(own)
+                for _, page in () if new is None else new.pages:
+                    content = b''.join(key.tokens for key in keys_to(page.keys[-1]))
                     for layer, block in enumerate(page.blocks):
                         written[block] = ('page', layer, content)
-            case 'state':
-                state = index.store_state(own)
-                if state is not None:
-                    content = b''.join(key.tokens for key in chain(state.key))
-                    for layer, block in enumerate(state.blocks):
+                if new is not None and new.state is not None:
+                    content = b''.join(key.tokens for key in own)
+                    for layer, block in enumerate(new.state.blocks):
                         written[block] = ('state', layer, content)
+            case 'drop':
+                entries = list(index.entries())
+                if entries:
+                    index.discard(data.draw(st.sampled_from(entries)))
             case 'lookup':
                 hit = index.lookup(own)
                 if hit is None:
@@ -143,19 +163,13 @@ def test_any_history_finds_what_a_store_of_everything_has(data):
             case 'release' if held:
                 index.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
         used = blocks_in_use(index, num_blocks)
+        states = [entry for entry in index.entries() if isinstance(entry, State)]
+        assert [hit.state for hit in index.beginnings()] == states
         for hit in held:
             assert set(hit.state.blocks) <= set(used)
     for hit in held:
         index.release(hit)
     assert all(entry.pins == 0 for entry in index.entries())
-
-
-def chain(key):
-    found = []
-    while key is not None:
-        found.append(key)
-        key = key.before
-    return found[::-1]
 
 
 @pytest.mark.parametrize(

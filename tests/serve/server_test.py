@@ -11,6 +11,7 @@ from PIL import Image
 
 from k3jax.data.images import ImageConfig
 from k3jax.data.tokenizer import byte_tokenizer
+from k3jax.serve.prefix_figures import PrefixFigures
 from tests.asking import ANSWER, HELLO, LIMITS, ask, joined, parts, wait_until
 from tests.request_lists import ONLY_OPEN, REFUSED, TAKEN
 from tests.scripted_engine import ScriptedEngine, ids_of, running
@@ -162,6 +163,26 @@ def test_models_and_health(client, served):
     assert httpx.get(f'{served.url}/health').json() == {'status': 'ok'}
     page = httpx.get(served.url)
     assert page.status_code == 200 and 'default-src' in page.headers['content-security-policy']
+
+
+def test_metrics_tell_of_the_prefix_cache_if_there_is_one(served):
+    page = lambda: httpx.get(f'{served.url}/metrics').text.splitlines()  # noqa: E731
+    assert not any('prefix' in line for line in page())
+    served.engine.prefix_figures = PrefixFigures(
+        hits=3, hit_tokens=1536, offloads=2, fetches=1, corrupt_blocks=4, host_bytes=7 * 2**30
+    )
+    try:
+        lines = page()
+    finally:
+        served.engine.prefix_figures = None
+    for name, value in {
+        'hits_total': 3, 'misses_total': 0, 'hit_tokens_total': 1536, 'evictions_total': 0,
+        'offloads_total': 2, 'fetches_total': 1, 'host_evictions_total': 0,
+        'corrupt_blocks_total': 4, 'refusals_total': 0, 'bytes{place="device"}': 0,
+        'bytes{place="host"}': 7 * 2**30,
+    }.items():  # fmt: skip
+        (found,) = (line for line in lines if line.startswith(f'k3jax_prefix_{name} '))
+        assert float(found.split()[-1]) == value
 
 
 def test_metrics_count(client, served):
