@@ -59,7 +59,7 @@ def logprobs_of(engine, prompt):
         piece = np.array(prompt[start : start + 32], np.int32)
         num_real = np.array([len(piece)], np.int32)
         piece = np.pad(piece, (0, 32 - len(piece)))[None]
-        logits, lanes = pool.read(piece, num_real, lanes, None)
+        logits, lanes = pool.read(piece, num_real, -num_real, lanes, None)
     return np.asarray(jax.nn.log_softmax(logits[0]))
 
 
@@ -156,7 +156,8 @@ def test_what_is_held_of_an_answer_does_not_depend_on_what_runs_beside_it(engine
     held, length = engine._prefixes.load(tokens, engine._pool.lanes(48), 0)
     assert length == 24
     padded = np.pad(tokens[:24].astype(np.int32), (0, 8))[None]
-    _, read = engine._pool.read(padded, np.array([24], np.int32), engine._pool.lanes(48), None)
+    count, following = np.array([24], np.int32), np.array([-1], np.int32)
+    _, read = engine._pool.read(padded, count, following, engine._pool.lanes(48), None)
     for one, other in zip(*map(jax.tree.leaves, (held, read)), strict=True):
         if one.shape[1:2] == (48,):  # of latents, what is past them means nothing
             one, other = one[:, :24], other[:, :24]

@@ -56,7 +56,7 @@ def test_penalties_change_the_likeliest_token_as_they_say(fields):
         for token in set(drawn):
             want[token] -= sampling.presence_penalty
             want[token] -= sampling.frequency_penalty * drawn.count(token)
-        assert int(found.token[0]) == np.argmax(want)
+        assert int(found.token[0, 0]) == np.argmax(want)
         changed += np.argmax(want) != np.argmax(logits[0])
     assert changed > 3
 
@@ -99,7 +99,7 @@ def test_numbers_that_round_to_0_leave_the_likeliest_token(fields):
     logits = logits_of(3)
     rows = rows_of(Sampling(**fields))
     found, _ = draw(logits, rows, open_mask(rows), np.bool_(False))
-    assert int(found.token[0]) == np.argmax(logits)
+    assert int(found.token[0, 0]) == np.argmax(logits)
 
 
 def test_only_allowed_tokens_are_drawn():
@@ -112,7 +112,7 @@ def test_only_allowed_tokens_are_drawn():
     for seed in range(60):
         found, rows = draw(logits_of(seed, 2), rows, bits.view(np.uint32), np.bool_(True))
         for row in range(2):
-            seen[row].add(int(found.token[row]))
+            seen[row].add(int(found.token[row, 0]))
     assert seen[0] == {1, 33, 39} and len(seen[1]) > 15
 
 
@@ -123,8 +123,8 @@ def test_draws_follow_the_distribution_and_each_row_has_its_own_seed():
     first = None
     for _ in range(20):
         found, rows = draw(logits, rows, open_mask(rows), np.bool_(False))
-        first = np.asarray(found.token) if first is None else first
-        counts += np.bincount(np.asarray(found.token), minlength=Z)
+        first = np.asarray(found.token)[:, 0] if first is None else first
+        counts += np.bincount(np.asarray(found.token)[:, 0], minlength=Z)
     assert len(set(first.tolist())) == 3
     shares = counts[:3] / counts.sum()
     # Four standard deviations of 4,000 draws.
