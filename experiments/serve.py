@@ -47,6 +47,9 @@ _DRAFT = flags.DEFINE_string(
     'draft', None, 'Workdir of experiments.draft: its guesses make the same answers come faster.'
 )
 _NUM_GUESSES = flags.DEFINE_integer('num_guesses', 7, 'Tokens that a draft guesses at a time.')
+_SCAN_LAYERS = flags.DEFINE_bool(
+    'scan_layers', None, 'Equal layers as one program: compiles faster, runs slower. By depth.'
+)
 _WARM_UP = flags.DEFINE_bool('warm_up', True, 'Compile everything before the first request.')
 define_activations_flags()
 define_mesh_flag()
@@ -90,7 +93,13 @@ def main(argv: list[str]) -> None:
     keys = () if _API_KEYS_FILE.value is None else read_keys(_API_KEYS_FILE.value)
     use_dtype(_DTYPE.value)
     mesh = serving_mesh_config()
-    loaded = open_model(_CHECKPOINT.value, _DTYPE.value, mesh=mesh, **activations())
+    loaded = open_model(
+        _CHECKPOINT.value,
+        _DTYPE.value,
+        mesh=mesh,
+        scan_layers=_SCAN_LAYERS.value,
+        **activations(),
+    )
     if loaded.tokenizer is None:
         raise ValueError(
             f'--checkpoint: {_CHECKPOINT.value} carries no tokenizer (no tiktoken.model), '

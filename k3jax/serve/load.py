@@ -38,7 +38,7 @@ from pallas_kernels.common.platform import implementation_on
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4
 
 PROCESSOR_FILE = 'preprocessor_config.json'
-UNROLL_UP_TO = 32  # layers; deeper models are scanned, which compiles faster than it runs
+UNROLL_UP_TO = 32  # layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,7 @@ def open_model(
     activations: str | None = None,
     scale_rule: ScaleRule | None = None,
     mesh: MeshConfig | None = None,
+    scan_layers: bool | None = None,
 ) -> Loaded:
     """The model at `path`, on the default device or cut over a mesh of all devices.
 
@@ -106,6 +107,8 @@ def open_model(
         workdir was trained, and 'none' for a converted folder.
       scale_rule: of these; None: as the workdir was trained; 'ocp_floor' for a converted folder.
       mesh: for an engine, whose steps cut heads and experts; other functions take no mesh.
+      scan_layers: whether equal layers are one program, which compiles faster than it runs: a
+        decode step then copies each layer's experts. None: in models deeper than `UNROLL_UP_TO`.
 
     Raises:
       ValueError: there is no such checkpoint, it is not whole, or the mesh does not fit it.
@@ -138,7 +141,7 @@ def open_model(
             f'training workdir (no {CONFIG_FILE}); make one with experiments.convert or '
             'experiments.train'
         )
-    scan = config.num_hidden_layers > UNROLL_UP_TO
+    scan = config.num_hidden_layers > UNROLL_UP_TO if scan_layers is None else scan_layers
     implementation = implementation_on(jax.devices()[0].platform)
     given = trained.activations if activations is None else activations
     made = None if mesh is None else serving_mesh(mesh, config)

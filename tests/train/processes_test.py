@@ -203,3 +203,49 @@ def test_what_cannot_start_says_why(started, config, tmp_path, args, message):
     process = start(started, config, tmp_path / 'run', 1, *args)
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 1 and message in text, text[-2000:]
+
+
+# After `CONFIG`, whose `get_config` is `before` here.
+STAGES = """
+    import dataclasses
+
+    from k3jax.config import StageConfig
+
+    def get_config():
+        config = before()
+        stages = (
+            StageConfig(first_step=0),
+            StageConfig(
+                first_step=3,
+                data={'sequence_length': 32, 'batch_size': 2},
+                mesh={'expert': 1, 'sequence': 4},
+            ),
+        )
+        train = dataclasses.replace(config.train, stages=stages)
+        return dataclasses.replace(config, train=train)
+    """
+
+
+@pytest.mark.slow
+def test_stages_with_meshes_of_their_own_go_through_two_processes(started, config, tmp_path):
+    """Killed in the second stage and gone on with; against one process with as many devices."""
+    path = tmp_path / 'stages.py'
+    text = config.read_text().replace('def get_config', 'def before')
+    path.write_text(text + textwrap.dedent(STAGES))
+    meshes = '--set=mesh.expert=2', '--set=mesh.sequence=2'
+    alone = start(started, path, tmp_path / 'alone', 8, *meshes)
+    text = alone.communicate(timeout=500)[0]
+    assert alone.returncode == 0, text[-3000:]
+
+    together = tmp_path / 'together'
+    processes = start_two(started, path, together)
+    wait_for(together / 'checkpoints' / '4', processes)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=100)
+    for process in start_two(started, path, together):
+        text = process.communicate(timeout=500)[0]
+        assert process.returncode == 0, text[-3000:]
+    got, want = losses(together), losses(tmp_path / 'alone')
+    assert got.keys() == want.keys() == set(range(1, 7))
+    np.testing.assert_allclose([got[n] for n in got], [want[n] for n in got], rtol=2e-5)
