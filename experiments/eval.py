@@ -99,9 +99,11 @@ def _logits(loaded: Loaded) -> dict[str, object]:
 def _captions(loaded: Loaded) -> dict[str, float]:
     records = all_records(_DATA.value, '--data')
 
+    count = min(len(records), _MAX_RECORDS.value or len(records))
+
     def tell(done: int) -> None:
         if done % TOLD_EVERY == 0:
-            logging.info('%d of %d records', done, len(records))
+            logging.info('%d of %d records', done, count)
 
     found = caption_accuracy(loaded, records, _MAX_RECORDS.value, tell)
     return found._asdict() | {'accuracy': found.accuracy}
