@@ -11,7 +11,7 @@ import dataclasses
 import json
 
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from etils import epath
 
 from k3jax.config import DataConfig, MediaDataConfig
@@ -46,7 +46,10 @@ _BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', None, 'perplexity: rows a batch, by default those of the run.'
 )
 _MAX_BATCHES = flags.DEFINE_integer('max_batches', 64, 'perplexity: at most this many.')
-_MAX_RECORDS = flags.DEFINE_integer('max_records', None, 'captions: at most this many.')
+TOLD_EVERY = 50  # records of captions
+_MAX_RECORDS = flags.DEFINE_integer(
+    'max_records', None, 'captions: at most this many.', lower_bound=1
+)
 
 
 def _tokenizer(loaded: Loaded) -> Tokenizer:
@@ -94,7 +97,15 @@ def _logits(loaded: Loaded) -> dict[str, object]:
 
 
 def _captions(loaded: Loaded) -> dict[str, float]:
-    found = caption_accuracy(loaded, all_records(_DATA.value), _MAX_RECORDS.value)
+    records = all_records(_DATA.value, '--data')
+
+    count = min(len(records), _MAX_RECORDS.value or len(records))
+
+    def tell(done: int) -> None:
+        if done % TOLD_EVERY == 0:
+            logging.info('%d of %d records', done, count)
+
+    found = caption_accuracy(loaded, records, _MAX_RECORDS.value, tell)
     return found._asdict() | {'accuracy': found.accuracy}
 
 
@@ -107,7 +118,9 @@ def _check_flags() -> None:
     if _TASK.value == 'choice' and not (_DATA.value and epath.Path(_DATA.value).is_file()):
         raise ValueError(f'--data: got {_DATA.value!r}, wanted a jsonl file of questions')
     if _TASK.value == 'captions':
-        record_files(_DATA.value or '', '--data')
+        if not _DATA.value:
+            raise ValueError('--data: wanted a folder of records, or one file of them')
+        record_files(_DATA.value, '--data')
 
 
 def main(argv: list[str]) -> None:

@@ -14,7 +14,7 @@ from k3jax.flags import activations, define_activations_flags, run_main, token_i
 from k3jax.serve.draft_folder import open_draft
 from k3jax.serve.generate import generate
 from k3jax.serve.load import Loaded, open_model, use_dtype
-from k3jax.serve.media import see
+from k3jax.serve.media import check_files, see
 from k3jax.serve.speculative import generate_speculatively
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -50,15 +50,17 @@ def _encode(loaded: Loaded) -> list[int]:
 
 def main(argv: list[str]) -> None:
     del argv
-    if (_PROMPT.value is None) == (_TOKEN_IDS.value is None):
-        raise ValueError('wanted either --prompt=TEXT or --token_ids=5,17,...')
     shown = bool(_IMAGES.value or _VIDEOS.value)
+    if (_PROMPT.value is None) == (_TOKEN_IDS.value is None):
+        files = '; with --image or --video, the text may be empty: --prompt=' if shown else ''
+        raise ValueError(f'wanted either --prompt=TEXT or --token_ids=5,17,...{files}')
     if _PROMPT.value == '' and not shown:
         raise ValueError("--prompt: got '', wanted at least one character")
     if shown and _DRAFT.value is not None:
         raise ValueError('--draft: goes with text alone, not with --image or --video')
     if _PROMPT.value is None:
         token_ids(_TOKEN_IDS.value)  # a mistake shows before a large model is read
+    check_files(_IMAGES.value, _VIDEOS.value)
     use_dtype(_DTYPE.value)
     loaded = open_model(_CHECKPOINT.value, _DTYPE.value, **activations())
     tokenizer, stop_ids = loaded.tokenizer, {loaded.model.config.eos_token_id}

@@ -341,6 +341,7 @@ def export_params(
     *,
     release: epath.PathLike | None = None,
     small_files_of: epath.PathLike | None = None,
+    files: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes a tree of parameters in the released layout: one shard a layer, one for the rest.
@@ -352,6 +353,7 @@ def export_params(
       target: new or empty folder, or one where the same call was interrupted.
       release: a converted folder whose tokenizer and other small files are copied along.
       small_files_of: instead of it, any folder with such files.
+      files: name -> what else to write, also in place of such a file.
       progress: where to count bytes.
 
     Raises:
@@ -379,4 +381,4 @@ def export_params(
     shards = _shard_per_layer(bindings)
     _write_shards(shards, source, target, progress or Progress('export'), resume=False)
     texts = {INDEX_FILE: _index_of(shards), CONFIG_FILE: release_config_from_model(config)}
-    _finish(target, {name: _json_bytes(value) for name, value in texts.items()})
+    _finish(target, {**(files or {}), **{name: _json_bytes(v) for name, v in texts.items()}})

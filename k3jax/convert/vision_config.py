@@ -100,9 +100,10 @@ def vision_config_from_release(fields: Any, text_width: int) -> VisionConfig:
         if fields.get(name) not in allowed:
             raise _error(name, fields[name], f'{allowed[0]!r}, which is all this code implements')
     projector = fields.get('mm_projector_type')
-    if projector not in PROJECTORS:
+    if not isinstance(projector, str) or projector not in PROJECTORS:
         raise _error('mm_projector_type', projector, ' or '.join(map(repr, PROJECTORS)))
-    norm_type = fields.get('norm_type') or PROJECTORS[projector]
+    norm_type = fields.get('norm_type')
+    norm_type = PROJECTORS[projector] if norm_type is None else norm_type
     if norm_type != PROJECTORS[projector]:
         raise _error('norm_type', norm_type, f'{PROJECTORS[projector]!r}, as {projector!r} has')
     norm = NORMS[norm_type]
@@ -113,15 +114,15 @@ def vision_config_from_release(fields: Any, text_width: int) -> VisionConfig:
         elif name in REQUIRED:
             raise _error(name, None, 'a whole number; add the field from the release')
     values.setdefault('qkv_hidden_size', values['hidden_size'])
-    biases = {fields.get(name, values['bias']) for name in BIASES}
-    if len(biases) > 1 or not all(isinstance(bias, bool) for bias in biases):
+    biases = [fields.get(name, values['bias']) for name in BIASES]
+    if not all(bias is biases[0] and isinstance(bias, bool) for bias in biases):
         got = {name: fields.get(name) for name in BIASES}
         raise _error(', '.join(BIASES), got, 'all true or all false')
     widths = (('mm_hidden_size', values['hidden_size']), ('text_hidden_size', text_width))
     for name, wanted in widths:
         if fields.get(name) not in (None, wanted):
             raise _error(name, fields[name], f'{wanted}, the width on that side')
-    return VisionConfig(**(values | {'norm': norm, 'bias': biases.pop()}))
+    return VisionConfig(**(values | {'norm': norm, 'bias': biases[0]}))
 
 
 def release_vision_config(config: VisionConfig, text_width: int) -> dict[str, Any]:

@@ -1,23 +1,25 @@
 """How an image file becomes patches: read, scaled down if need be, padded, cut into squares.
 
-Source: the release's `preprocessor_config.json` (`media_proc_cfg`); where that is silent, the
-public processors for K3, which agree.
+Source: the release's `preprocessor_config.json` (see `processor`); where that is silent, the public
+processors for K3, which agree.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 from PIL import Image, UnidentifiedImageError
 
 MERGE = 2  # patches along each side that become one token
+# What Pillow decodes itself: it would hand an EPS file to Ghostscript.
+FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM', 'JPEG2000', 'AVIF')
 
 
 class ImageError(ValueError):
@@ -42,37 +44,15 @@ class ImageConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1 and not field.name.startswith('chessboard_'):
+            is_shade = field.name in ('chessboard_white', 'chessboard_gray')
+            if is_shade and not 0 <= value <= 255:
+                raise ValueError(f'images.{field.name}: got {value}, wanted 0 to 255')
+            if isinstance(value, int) and value < 1 and not is_shade:
                 raise ValueError(f'images.{field.name}: got {value}, wanted 1 or more')
-        if not all(x > 0 for x in self.image_std):
+        if not all(map(math.isfinite, self.image_mean)):
+            raise ValueError(f'images.image_mean: got {self.image_mean}, wanted finite numbers')
+        if not all(0 < x < math.inf for x in self.image_std):
             raise ValueError(f'images.image_std: got {self.image_std}, wanted numbers above 0')
-
-
-def image_config(processor: Mapping[str, Any]) -> ImageConfig:
-    """What a release's `preprocessor_config.json` says; a constant it does not name is K3's.
-
-    Raises:
-      ValueError: a value of a wrong kind; names it.
-    """
-    cfg = processor.get('media_proc_cfg', processor)
-    background = cfg.get('transparent_bg_config') or {}
-    found = {
-        name: cfg.get(name) for name in ('patch_size', 'in_patch_limit', 'patch_limit_on_one_side')
-    }
-    found['image_mean'], found['image_std'] = cfg.get('image_mean'), cfg.get('image_std')
-    names = {'square': 'chessboard_square', 'white': 'chessboard_white', 'gray': 'chessboard_gray'}
-    found |= {ours: background.get(theirs) for theirs, ours in names.items()}
-    values: dict[str, Any] = {}
-    for name, value in found.items():
-        if value is None:
-            continue
-        is_list = name in ('image_mean', 'image_std')
-        ok = isinstance(value, list) and len(value) == 3 if is_list else type(value) is int
-        if not ok:
-            wanted = 'three numbers' if is_list else 'a whole number'
-            raise ValueError(f'preprocessor_config.json: {name}: got {value!r}, wanted {wanted}')
-        values[name] = tuple(map(float, value)) if is_list else value
-    return ImageConfig(**values)
 
 
 class ImagePlan(NamedTuple):
@@ -125,22 +105,40 @@ def plan_image(
     )
 
 
+def _reason(error: Exception) -> str:
+    return getattr(error, 'strerror', None) or str(error) or type(error).__name__
+
+
+def check_bytes(size: int, name: str, config: ImageConfig) -> None:
+    """Raises ImageError where a file is too large to be read."""
+    if size > config.max_bytes:
+        raise ImageError(
+            f'{name}: got {size} bytes, wanted at most {config.max_bytes} (images.max_bytes)'
+        )
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Those that this Pillow was built with."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
 def _opened(data: bytes, name: str, config: ImageConfig) -> Image.Image:
     if not data:
         raise ImageError(f'{name}: an empty file, wanted an image')
-    if len(data) > config.max_bytes:
-        raise ImageError(
-            f'{name}: got {len(data)} bytes, wanted at most {config.max_bytes} (images.max_bytes)'
-        )
+    check_bytes(len(data), name, config)
     try:
         with warnings.catch_warnings():
             # Its own limit comes later and is another one.
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError:
-        raise ImageError(f'{name}: not an image of a kind that is known here') from None
-    except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        raise ImageError(f'{name}: cannot be read as an image ({error})') from None
+        raise ImageError(
+            f'{name}: not an image of a kind that is known here ({", ".join(_formats())})'
+        ) from None
+    except Exception as error:  # what decoders make of damage has no class of its own
+        raise ImageError(f'{name}: cannot be read as an image ({_reason(error)})') from None
     width, height = image.size
     if width * height > config.max_pixels:
         raise ImageError(
@@ -160,13 +158,23 @@ def image_size(data: bytes, name: str, config: ImageConfig) -> tuple[int, int]:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """An image of 16 bits a channel, or of numbers, as gray of 8: its highest bits."""
-    if image.mode not in ('I;16', 'I;16B', 'I;16L', 'I', 'F'):
+    """Gray of 16 bits, or of numbers, as gray of 8: the highest of 16 bits, as colours have them.
+
+    Numbers with a point count as gray values; one that is none is 0.
+    """
+    if not image.mode.startswith(('I', 'F')):
         return image
     values = np.asarray(image)
-    if image.mode != 'F':
-        values = np.clip(values, 0, 65535) // 257
-    return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8), 'L')
+    if image.mode == 'F':
+        gray = np.rint(np.clip(np.nan_to_num(values, posinf=255), 0, 255))
+    else:
+        gray = np.clip(values, 0, 65535) >> 8
+    found = Image.fromarray(gray.astype(np.uint8))
+    transparent = image.info.get('transparency')
+    if not isinstance(transparent, int):
+        return found
+    alpha = np.where(values == transparent, 0, 255).astype(np.uint8)
+    return Image.merge('LA', (found, Image.fromarray(alpha)))
 
 
 def read_image(data: bytes, name: str, config: ImageConfig) -> Image.Image:
@@ -174,7 +182,7 @@ def read_image(data: bytes, name: str, config: ImageConfig) -> Image.Image:
 
     Gray becomes three equal channels, 16 bits become their highest 8, a palette its colours, CMYK
     RGB. EXIF rotation is not applied (UNCONFIRMED for K3): the size in the prompt is that of the
-    stored pixels.
+    stored pixels. Of a TIFF alone it is, by Pillow, and in the size too.
 
     Args:
       data: of the file. name: for messages.
@@ -186,10 +194,9 @@ def read_image(data: bytes, name: str, config: ImageConfig) -> Image.Image:
     try:
         image.load()
         image = _eight_bits(image)
-        has_alpha = 'A' in image.getbands() or 'transparency' in image.info
-        return image.convert('RGBA' if has_alpha else 'RGB')
-    except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as error:
-        raise ImageError(f'{name}: a damaged image ({error})') from None
+        return image.convert('RGBA' if image.has_transparency_data else 'RGB')
+    except Exception as error:  # as in `_opened`
+        raise ImageError(f'{name}: a damaged image ({_reason(error)})') from None
 
 
 def _on_chessboard(pixels: np.ndarray, config: ImageConfig) -> np.ndarray:
@@ -247,23 +254,34 @@ def image_patches(image: Image.Image, config: ImageConfig) -> Patches:
     return Patches(planned(image, plan, config), (1, plan.rows, plan.columns))
 
 
+def image_bytes(path: epath.PathLike, name: str, config: ImageConfig) -> bytes:
+    """What is in a file, local or gs://; name: for messages.
+
+    Raises:
+      ImageError: it cannot be read, or is too large; names it.
+    """
+    try:
+        path = epath.Path(path)
+        size = path.stat().length
+        if not path.is_file():
+            raise ImageError(f'{name}: a folder or a device, wanted an image file')
+        check_bytes(size, name, config)
+        return path.read_bytes()
+    except ImageError:
+        raise
+    # Of names that are none, and of URLs of a kind that is not known or lacks its package.
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        fault = f'no {error} here' if isinstance(error, KeyError) else _reason(error)
+        raise ImageError(f'{name}: cannot be read ({fault})') from None
+
+
 def load_image(path: epath.PathLike, config: ImageConfig) -> Image.Image:
     """`read_image` of a file, local or gs://.
 
     Raises:
       ImageError: it cannot be read, or used; names it.
     """
-    path = epath.Path(path)
-    try:
-        size = path.stat().length
-        if size > config.max_bytes:
-            raise ImageError(
-                f'{path}: got {size} bytes, wanted at most {config.max_bytes} (images.max_bytes)'
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise ImageError(f'{path}: cannot be read ({error.strerror or error})') from None
-    return read_image(data, str(path), config)
+    return read_image(image_bytes(path, str(path), config), str(path), config)
 
 
 def image_prompt(width: int, height: int) -> str:

@@ -66,7 +66,7 @@ def encoded_parts(record: Record, tokenizer: Tokenizer, images: ImageConfig) -> 
         if isinstance(part, Text):
             found.append(Encoded(tokenizer.encode_array(part.text), part.loss, None))
             continue
-        image = read_image(part.read(), part.name, images)
+        image = read_image(part.read(images), part.name, images)
         patches = image_patches(image, images)
         num_tokens = len(patches.pixels) // MERGE**2
         tokens = media_tokens(image_prompt(*image.size), num_tokens, tokenizer)
@@ -94,6 +94,7 @@ class RowMaker:
             if isinstance(record, Exception):
                 raise record
             parts = encoded_parts(record, self.tokenizer, processor(self.config))
+            element = self._element(parts, record.name)
         except (ImageError, RecordError) as error:
             if self.config.media.bad_records == 'stop':
                 raise
@@ -108,7 +109,7 @@ class RowMaker:
                 ) from None
             return None
         self._bad_in_a_row = 0
-        return self._element(parts, record.name)
+        return element
 
     def _element(self, parts: list[Encoded], name: str) -> dict[str, np.ndarray]:
         length, most = self.config.sequence_length, self.config.media.patches_per_row
@@ -122,6 +123,12 @@ class RowMaker:
             left = length - num_tokens
             too_long = len(part.tokens) > left or num_patches + patches > most
             own = part.tokens
+            if too_long and part.patches is not None and not num_tokens:
+                raise RecordError(
+                    f'{name}: begins with an image of {len(own)} tokens and {patches} patches, '
+                    f'wanted at most {length} (data.sequence_length) and {most} '
+                    '(data.media.patches_per_row); a lower data.media.in_patch_limit scales it down'
+                )
             if too_long:
                 self._say_cut(name)
                 own = own[: left if part.patches is None else 0]

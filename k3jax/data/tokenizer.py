@@ -228,6 +228,17 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer({bytes([byte]): byte for byte in range(256)})
 
 
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """The files of a folder from which `load_tokenizer` makes the byte tokenizer, by name."""
+    ranks = b''.join(base64.b64encode(bytes([byte])) + b' %d\n' % byte for byte in range(256))
+    special = {
+        str(token_id): {'content': text, 'special': True}
+        for text, token_id in byte_tokenizer().special_tokens.items()
+    }
+    names = json.dumps({'added_tokens_decoder': special}, indent=2)
+    return {VOCAB_FILE: ranks, CONFIG_FILE: names.encode() + b'\n'}
+
+
 def load_tokenizer(folder: str | epath.PathLike | None) -> Tokenizer:
     """The tokenizer of a release folder, or the byte tokenizer for None and 'bytes'.
 

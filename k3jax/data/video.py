@@ -7,7 +7,7 @@ numbers of K3's `media_proc_cfg`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import av
@@ -40,24 +40,6 @@ class VideoConfig:
                 f'videos.temporal_merge_kernel_size: got {self.temporal_merge_kernel_size} frames '
                 f'a chunk, wanted at most {MOST_FRAMES}, which the vision tower has places for'
             )
-
-
-def video_config(processor: Mapping[str, Any]) -> VideoConfig:
-    """What a release's `preprocessor_config.json` says; a constant it does not name is K3's.
-
-    Raises:
-      ValueError: a value of a wrong kind, or out of range; names it.
-    """
-    cfg, values = processor.get('media_proc_cfg', processor), {}
-    for field in dataclasses.fields(VideoConfig):
-        value = cfg.get(field.name)
-        if value is None or field.name == 'max_bytes':
-            continue
-        kinds = (int, float) if field.name == 'sample_fps' else (int,)
-        if type(value) not in kinds:
-            raise ValueError(f'preprocessor_config.json: {field.name}: got {value!r}, no number')
-        values[field.name] = value
-    return VideoConfig(**values)
 
 
 class VideoPlan(NamedTuple):
@@ -133,7 +115,9 @@ class Chunk(NamedTuple):
 
 def _decoded(path: epath.Path, data: Any) -> Iterator[tuple[av.VideoFrame, float]]:
     """Each frame of the first video stream, and the stream's rate, 0 where it has none."""
-    with av.open(data) as container:
+    # A playlist would have it open other files.
+    alone = {'protocol_whitelist': 'none'}
+    with av.open(data, options=alone, metadata_errors='replace') as container:
         if not container.streams.video:
             raise ImageError(f'{path}: no video in it')
         stream = container.streams.video[0]
@@ -162,11 +146,11 @@ def read_video(path: epath.PathLike, images: ImageConfig, videos: VideoConfig) -
             for frame, rate in _decoded(path, file):  # noqa: B007
                 shape = shape if count else (frame.width, frame.height)
                 count += 1
-        if shape[0] * shape[1] > images.max_pixels:
-            raise ImageError(
-                f'{path}: got frames of {shape[0]}x{shape[1]}, wanted at most {images.max_pixels} '
-                'pixels (images.max_pixels)'
-            )
+                if frame.width * frame.height > images.max_pixels:
+                    raise ImageError(
+                        f'{path}: got frames of {frame.width}x{frame.height}, wanted at most '
+                        f'{images.max_pixels} pixels (images.max_pixels)'
+                    )
         if not count:
             raise ImageError(f'{path}: a video with no frames')
         try:

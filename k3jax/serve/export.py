@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
@@ -15,7 +16,10 @@ from k3jax.config import ModelConfig, QuantisationConfig
 from k3jax.convert.binding import FAMILIES, flatten, unflatten
 from k3jax.convert.progress import Progress
 from k3jax.convert.to_safetensors import export_params
-from k3jax.data.tokenizer import BYTES
+from k3jax.data.media import processor
+from k3jax.data.processor import PROCESSOR_FILE, release_processor
+from k3jax.data.tokenizer import BYTES, byte_tokenizer_files
+from k3jax.data.video import VideoConfig
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layout import model_leaves
 from k3jax.model.plan import unstack_params
@@ -69,7 +73,8 @@ def export_workdir(
 ) -> ModelConfig:
     """Writes the newest checkpoint of a workdir in the released layout, with its tokenizer's files.
 
-    All parameters are in the host's memory at once.
+    Of a model that sees, also its preprocessor_config.json. All parameters are in the host's memory
+    at once.
 
     Returns:
       The config of what was written.
@@ -81,6 +86,11 @@ def export_workdir(
     stored = read_config(epath.Path(source))
     params = workdir_params(epath.Path(source), stored.model, stored.scan_layers)
     params, config = released_form(params, stored.model, stored.quantisation)
-    tokenizer = None if stored.data.tokenizer == BYTES else stored.data.tokenizer
-    export_params(params, config, target, small_files_of=tokenizer, progress=progress)
+    folder, files = stored.data.tokenizer, {}
+    if folder == BYTES:
+        folder, files = None, byte_tokenizer_files()
+    if config.vision is not None:
+        fields = release_processor(processor(stored.data), VideoConfig())
+        files[PROCESSOR_FILE] = json.dumps(fields, indent=2).encode() + b'\n'
+    export_params(params, config, target, small_files_of=folder, files=files, progress=progress)
     return config

@@ -21,10 +21,11 @@ from k3jax.config import (
 )
 from k3jax.convert.converted import CONVERSION_FILE, STATE_FILE, open_params, read_conversion
 from k3jax.convert.files import read_json_object
-from k3jax.data.images import ImageConfig, image_config
+from k3jax.data.images import ImageConfig
 from k3jax.data.media import processor as processor_of
+from k3jax.data.processor import PROCESSOR_FILE, image_config, video_config
 from k3jax.data.tokenizer import VOCAB_FILE, Tokenizer, load_tokenizer
-from k3jax.data.video import VideoConfig, video_config
+from k3jax.data.video import VideoConfig
 from k3jax.model.kimi import Kimi, init_params
 from k3jax.model.layout import Leaf
 from k3jax.model.plan import unstack_params
@@ -37,7 +38,6 @@ from k3jax.train.host_memory import HOST
 from pallas_kernels.common.platform import implementation_on
 from pallas_kernels.grouped_mlp import fake_quantise_mxfp4
 
-PROCESSOR_FILE = 'preprocessor_config.json'
 UNROLL_UP_TO = 32  # layers
 
 

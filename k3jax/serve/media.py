@@ -14,6 +14,7 @@ from etils import epath
 from k3jax.config import ModelConfig
 from k3jax.data.images import (
     ImageConfig,
+    ImageError,
     Patches,
     image_patches,
     image_prompt,
@@ -29,6 +30,21 @@ from k3jax.model.vision import MediaInputs, media_of, media_rows
 from k3jax.serve.load import Loaded
 
 LEAST_PATCHES = 256  # that a medium is padded to
+
+
+def check_files(
+    image_files: Sequence[epath.PathLike], video_files: Sequence[epath.PathLike]
+) -> None:
+    """What can be said of files before a large model is read.
+
+    Raises:
+      ImageError: an image cannot be read, or a video is not there; names it.
+    """
+    for path in image_files:
+        load_image(path, ImageConfig())
+    for path in map(epath.Path, video_files):
+        if not path.is_file():
+            raise ImageError(f'{path}: cannot be read (no such file)')
 
 
 class Seen(NamedTuple):

@@ -78,6 +78,9 @@ def test_what_is_written_is_read_back(config):
         ({'linear_bias': True}, r'attn_bias, linear_bias, patch_embed_proj_bias: got'),
         ({'mm_hidden_size': 7}, r'vision_config.mm_hidden_size: got 7, wanted 1024'),
         ({'text_hidden_size': 7}, r'vision_config.text_hidden_size: got 7, wanted 7168'),
+        ({'mm_projector_type': ['x']}, r"vision_config.mm_projector_type: got \['x'\]"),
+        ({'attn_bias': []}, r'attn_bias, linear_bias, patch_embed_proj_bias: got'),
+        ({'norm_type': 0}, r"vision_config.norm_type: got 0, wanted 'rmsnorm'"),
         ({'depth': 7}, r'vision_config.depth: got 7, wanted a field that this code knows'),
     ],
 )

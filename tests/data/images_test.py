@@ -2,6 +2,7 @@
 
 import io
 import struct
+import subprocess
 import zlib
 
 import numpy as np
@@ -13,9 +14,9 @@ from PIL import Image
 from k3jax.data.images import (
     ImageConfig,
     ImageError,
-    image_config,
     image_patches,
     image_prompt,
+    image_size,
     load_image,
     normalised,
     plan_image,
@@ -106,9 +107,16 @@ def test_every_mode_of_a_file_becomes_rgb_or_rgba():
     colour = Image.fromarray(rng.integers(0, 256, (9, 7, 3)).astype(np.uint8))
     got = read_image(encoded(Image.fromarray(gray)), 'x', CONFIG)
     np.testing.assert_array_equal(np.asarray(got), np.repeat(gray[..., None], 3, axis=-1))
-    sixteen = Image.fromarray(gray.astype(np.uint16) * 257)
+    low = rng.integers(0, 256, (9, 7)).astype(np.uint16)  # is dropped, as of 16 bits a colour
+    sixteen = Image.fromarray(gray.astype(np.uint16) * 256 + low)
     got = read_image(encoded(sixteen), 'x', CONFIG)
     np.testing.assert_array_equal(np.asarray(got)[..., 0], gray)
+    clear = int(np.asarray(sixteen)[2, 3])
+    got = np.asarray(read_image(encoded(sixteen, transparency=clear), 'x', CONFIG))
+    np.testing.assert_array_equal(got[..., 3] == 0, np.asarray(sixteen) == clear)
+    numbers = Image.fromarray(np.float32([[-5, 0.4, 7.6, 300, np.nan, np.inf]]))
+    got = np.asarray(read_image(encoded(numbers, 'TIFF'), 'x', CONFIG))
+    assert got[0, :, 0].tolist() == [0, 0, 8, 255, 0, 255]
     assert read_image(encoded(Image.fromarray(gray > 99)), 'x', CONFIG).mode == 'RGB'
     assert read_image(encoded(colour.convert('CMYK'), 'JPEG'), 'x', CONFIG).mode == 'RGB'
     assert read_image(encoded(colour.convert('LA')), 'x', CONFIG).mode == 'RGBA'
@@ -132,6 +140,40 @@ def test_exif_rotation_is_left_alone():
     exif[0x0112] = 6  # a quarter turn
     data = encoded(Image.new('RGB', (30, 20)), 'JPEG', exif=exif)
     assert read_image(data, 'x', CONFIG).size == (30, 20)
+
+
+def test_a_tiff_is_turned_and_so_is_its_size():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(Image.new('RGB', (30, 20)), 'TIFF', exif=exif)
+    assert read_image(data, 'x', CONFIG).size == image_size(data, 'x', CONFIG) == (20, 30)
+
+
+def test_no_other_program_is_asked_to_read_a_file(monkeypatch):
+    def run(*args, **options):
+        raise AssertionError('a program was started')
+
+    monkeypatch.setattr(subprocess, 'Popen', run)
+    monkeypatch.setattr(subprocess, 'check_call', run)
+    with pytest.raises(ImageError, match='not an image of a kind that is known here'):
+        read_image(encoded(Image.new('RGB', (4, 4)), 'EPS'), 'x.png', CONFIG)
+
+
+@pytest.mark.parametrize('kind', ['PNG', 'GIF', 'WEBP', 'AVIF', 'JPEG2000', 'BMP', 'PPM'])
+def test_damage_anywhere_gives_an_image_or_its_error(kind):
+    Image.init()
+    if kind not in Image.SAVE:
+        pytest.skip(f'this Pillow was built without {kind}')
+    rng = np.random.default_rng(0)
+    data = encoded(Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)), kind)
+    for _ in range(40):
+        damaged = np.frombuffer(data, np.uint8).copy()
+        damaged[rng.integers(0, len(data), 3)] = rng.integers(0, 256, 3)
+        try:
+            image = read_image(damaged.tobytes(), 'x', CONFIG)
+            assert image.size == image_size(damaged.tobytes(), 'x', CONFIG)
+        except ImageError as error:
+            assert str(error).startswith('x: ')
 
 
 def bomb(width, height):
@@ -169,24 +211,6 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, data, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ImageError, match='gone.png: cannot be read'):
         load_image(tmp_path / 'gone.png', CONFIG)
-
-
-def test_limits_come_from_the_release():
-    release = {
-        'media_proc_cfg': {
-            'in_patch_limit': 16384,
-            'image_mean': [0.1, 0.2, 0.3],
-            'transparent_bg_config': {'square': 4, 'gray': 7},
-        }
-    }
-    config = image_config(release)
-    assert config == ImageConfig(
-        in_patch_limit=16384, image_mean=(0.1, 0.2, 0.3), chessboard_square=4, chessboard_gray=7
-    )
-    with pytest.raises(ValueError, match="in_patch_limit: got '9', wanted a whole number"):
-        image_config({'in_patch_limit': '9'})
-    with pytest.raises(ValueError, match='image_std'):
-        ImageConfig(image_std=(0.0, 1.0, 1.0))
 
 
 def test_a_prompt_tells_the_size_of_the_file():

@@ -16,7 +16,7 @@ from k3jax.data import loader
 from k3jax.data.images import ImageConfig, image_patches
 from k3jax.data.media import media_tokens
 from k3jax.data.pack import IGNORE
-from k3jax.data.records import RecordError, open_records
+from k3jax.data.records import RecordError, Text, all_records, open_records
 from k3jax.data.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -138,8 +138,90 @@ def test_a_sample_without_json_is_its_images_by_name_then_its_caption(shards):
     record = open_records(str(shards), config, 'held_out')[0]
     first, second, text = record.parts
     assert text.text == 'a gray square'
-    grays = [np.asarray(Image.open(io.BytesIO(x.read()))).max() for x in (first, second)]
+    grays = [
+        np.asarray(Image.open(io.BytesIO(x.read(ImageConfig())))).max() for x in (first, second)
+    ]
     assert grays == [14, 13]
+
+
+def sample(tmp_path, *members):
+    """The parts of each record of a .tar, texts as they are and images as sizes, or the fault."""
+    with tarfile.open(tmp_path / 'a.tar', 'w') as tar:
+        for name, data in members:
+            if isinstance(data, tarfile.TarInfo):
+                data.name = name
+                tar.addfile(data)
+            else:
+                add(tar, name, data)
+    records = all_records(str(tmp_path))
+
+    def shown(part):
+        if isinstance(part, Text):
+            return part.text
+        return Image.open(io.BytesIO(part.read(ImageConfig()))).size
+
+    for index in range(len(records)):
+        try:
+            yield [shown(part) for part in records[index].parts]
+        except RecordError as error:
+            yield str(error).split('a.tar:')[1]
+
+
+def link(kind, target):
+    member = tarfile.TarInfo()
+    member.type, member.linkname = kind, target
+    return member
+
+
+def test_samples_as_others_make_them(tmp_path):
+    image, notes = png(picture(0)), b'{"caption": "x", "url": "y"}'
+    got = sample(
+        tmp_path,
+        ('./a.png', image),  # as of `tar c .`
+        ('a.txt', b'A'),
+        ('b.JPG', image),
+        ('b.json', json.dumps({'content': [{'type': 'image', 'image': 'JPG'}]}).encode()),
+        ('c.png', image),
+        ('c.json', notes),
+        ('c.txt', b'C'),
+        ('d.png', image),
+        ('d.caption.txt', b'D'),
+        ('e.png', link(tarfile.LNKTYPE, './a.png')),
+        ('e.txt', b'E'),
+        ('f.png', link(tarfile.SYMTYPE, 'a.png')),
+        ('f.txt', b'F'),
+        ('g.meta.json', notes),
+        ('h.json', notes),
+        ('a.png', image),  # another sample of this name
+        ('a.txt', b'A2'),
+    )
+    size = (8, 8)
+    *good, f, g, h, again = got
+    assert [*good, again] == [
+        [size, 'A'],
+        [size],
+        [size, 'C'],
+        [size, 'D'],
+        [size, 'E'],
+        [size, 'A2'],
+    ]
+    assert f == 'f.png: a link, wanted a file; make the archive with tar --dereference'
+    assert g == "g: wanted an image, a .txt or a .json, got ['meta.json']"
+    assert h.startswith('h: got b') and 'wanted an object' in h
+
+
+def test_no_end_of_a_tar_is_lost_silently(tmp_path, shards, caplog):
+    whole = (shards / '0.tar').read_bytes()
+    path = tmp_path / 'a.tar'
+    with tarfile.open(shards / '0.tar') as tar:
+        head = tar.getmembers()[8].offset
+    damaged = whole[:head] + b'\xff' * 99 + whole[head + 99 :]
+    for data in (damaged, whole[: head + 200], whole + whole):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r'a.tar: not a whole, .* \(not a member at byte'):
+            all_records(str(tmp_path))
+    path.write_bytes(whole[:head])
+    assert len(all_records(str(tmp_path))) == 4 and 'has no end mark' in caplog.text
 
 
 def test_a_resumed_iterator_goes_on_exactly(lines):
@@ -198,6 +280,32 @@ def test_a_bad_record_is_passed_over_and_named_and_the_others_are_kept(tmp_path,
         assert caplog.text.count(fault) == 1
 
 
+ODD = {  # image -> what is told of it
+    'a\0.png': 'embedded null byte',
+    'https://x.org/a.png': "no 'https://' here",
+    '\ud800.png': 'surrogates not allowed',
+    'images': 'a folder or a device, wanted an image file',
+    'large.png': 'begins with an image of 114 tokens and 400 patches, wanted at most 96',
+}
+
+
+def test_no_odd_record_takes_others_with_it(tmp_path, lines, caplog):
+    Image.new('RGB', (80, 80)).save(tmp_path / 'large.png')
+    (tmp_path / 'images').mkdir()
+    bad = [{'content': [{'type': 'image', 'image': name}]} for name in ODD]
+    bad += [
+        {'content': [{'type': 'text', 'text': 'a', 'los': False}]},
+        {'content': [{'type': 'text', 'text': 'a'}], 'text': 'b'},
+    ]
+    lines_of = [json.dumps(record) for record in bad]
+    folder = bad_folder(tmp_path, lines, *lines_of, '{"text": %s}' % ('9' * 5000))
+    config = config_of(folder, held_out_every=28)
+    seen = {text for text, *_ in documents(take(loader.train_iterator(config, TOKENIZER), 12))}
+    assert {text[: text.index('>') + 1] for text in seen if text} == {f'<{n}>' for n in range(19)}
+    for fault in (*ODD.values(), "'los': False", 'or else a string in "text"', 'not JSON'):
+        assert caplog.text.count(fault) == 1, fault
+
+
 def test_a_bad_record_ends_the_run_where_the_config_says_so(tmp_path, lines):
     config = config_of(bad_folder(tmp_path, lines, '{'), media={'bad_records': 'stop'})
     with pytest.raises(RecordError, match=r'a.jsonl:6: got .*not JSON'):
@@ -236,7 +344,8 @@ def test_config_mistakes_are_named(lines, fields, message):
     [
         ({}, r'where no .jsonl or .tar file of records is'),
         ({'a.jsonl': b'{"text": "a"}\n'}, 'with 1 records, wanted at least 10'),
-        ({'a.tar': b'no tar' * 200}, 'a.tar: not a whole, uncompressed tar'),
+        ({'a.tar': b'no tar' * 200}, 'a.tar: not a whole, single, uncompressed tar'),
+        ({'a.tar.gz': b''}, 'a.tar.gz has to be unpacked first'),
     ],
 )
 def test_sources_that_cannot_be_used_are_named(tmp_path, files, message):

@@ -53,6 +53,15 @@ def test_byte_tokenizer_has_one_id_a_byte_and_256_special_tokens():
     assert tok.decode([256, 259, 97, 264]) == '[BOS]<|open|>a<|reserved_token_264|>'
 
 
+def test_files_of_the_byte_tokenizer_are_read_as_it(tmp_path):
+    for name, data in tokenizer_lib.byte_tokenizer_files().items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / 'config.json').write_text('{"model_type": "kimi_linear"}')  # names others
+    got, want = tokenizer_lib.load_tokenizer(tmp_path), tokenizer_lib.byte_tokenizer()
+    assert got.special_tokens == want.special_tokens
+    assert got.encode('a\x00é<|sep|>') == want.encode('a\x00é<|sep|>')
+
+
 def test_none_and_bytes_name_the_byte_tokenizer():
     assert tokenizer_lib.load_tokenizer(None).vocab_size == 512
     assert tokenizer_lib.load_tokenizer('bytes').vocab_size == 512

@@ -13,7 +13,6 @@ from k3jax.data.video import (
     plan_video,
     read_video,
     timestamp,
-    video_config,
 )
 
 IMAGES, VIDEOS = ImageConfig(), VideoConfig()
@@ -146,6 +145,26 @@ def test_what_cannot_be_read_is_named(tmp_path, damage, message):
         list(read_video(path, IMAGES, VIDEOS))
 
 
+def test_a_playlist_opens_no_other_file(tmp_path):
+    write_video(tmp_path / 'other.mp4', 3)
+    lists = {
+        'a.mp4': f'#EXTM3U\n#EXTINF:9,\n{tmp_path}/other.mp4\n#EXT-X-ENDLIST\n',
+        'b.mp4': 'ffconcat version 1.0\nfile other.mp4\n',
+    }
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ImageError, match=f'{name}: cannot be read as a video'):
+            list(read_video(tmp_path / name, IMAGES, VIDEOS))
+
+
+def test_a_title_that_is_no_text_is_no_fault(tmp_path):
+    path = write_video(tmp_path / 'a.mp4', 4, rate=8)
+    data = path.read_bytes()
+    assert b'isomiso2' in data
+    path.write_bytes(data.replace(b'isomiso2', b'isomis\xff2'))
+    assert [c.patches.grid[0] for c in read_video(path, IMAGES, VIDEOS)] == [4]
+
+
 def test_videos_beyond_a_limit_are_refused(tmp_path):
     path = write_video(tmp_path / 'a.mp4', 3)
     with pytest.raises(ImageError, match=r'a.mp4: got \d+ bytes, wanted 1 to 100 '):
@@ -156,14 +175,3 @@ def test_videos_beyond_a_limit_are_refused(tmp_path):
         plan_video(0, 30.0, (64, 48), IMAGES, VIDEOS)
     with pytest.raises(ValueError, match='got 0.0 frames a second'):
         plan_video(3, 0.0, (64, 48), IMAGES, VIDEOS)
-
-
-def test_limits_come_from_the_release():
-    assert video_config({}) == VIDEOS
-    own = {'sample_fps': 2.0, 'in_patch_limit_each_frame': 4096, 'max_num_frames_each_video': None}
-    config = video_config({'media_proc_cfg': own})
-    assert config == VideoConfig(sample_fps=2.0, in_patch_limit_each_frame=4096)
-    with pytest.raises(ValueError, match="sample_fps: got 'fast'"):
-        video_config({'media_proc_cfg': {'sample_fps': 'fast'}})
-    with pytest.raises(ValueError, match='got 8 frames a chunk, wanted at most 4'):
-        video_config({'media_proc_cfg': {'temporal_merge_kernel_size': 8}})
