@@ -49,7 +49,7 @@ class Case(NamedTuple):
     tokens: list[int]
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=['k3_mxfp4', pytest.param('k3_bf16', marks=pytest.mark.slow), 'kimi_linear'])
 def case(request, tmp_path) -> Case:
     config = RELEASES[request.param]()
     folder = release.write_release(tmp_path / 'release', config)

@@ -121,6 +121,7 @@ def batch():
     return {'tokens': tokens[:, :-1], 'targets': targets, 'segment_ids': ids}
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_layer_and_shows_its_loss():
     state, metrics, before = stepped()
     assert float(metrics['mtp_loss']) == pytest.approx(np.log(40), rel=0.02)

@@ -208,13 +208,15 @@ def test_a_run_with_spikes_that_is_killed_and_resumed_equals_one_that_was_not(
             {'spike_policy': 'stop'},
             r'loss .* at step 14 is a spike: above .* checkpoint is of step 12',
         ),
-        (
+        pytest.param(
             {'spike_policy': 'skip', 'max_skipped_steps': 2},
             r'step 16 .*3 steps in a row are undone, wanted at most 2 \(train.max_skipped_steps\)',
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             {'spike_policy': 'roll_back', 'max_roll_backs': 1},
             r'the run went back to step 12 1 times, wanted at most 1 \(train.max_roll_backs\)',
+            marks=pytest.mark.slow,
         ),
     ],
 )
