@@ -22,7 +22,14 @@ MERGE = 2  # patches along each side that become one token
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM', 'JPEG2000', 'AVIF')
 
 
-class ImageError(ValueError):
+class NamedFault(ValueError):
+    """Its message names what came, which may hold what no terminal or log can show."""
+
+    def __init__(self, message: str):
+        super().__init__(message.encode('utf-8', 'backslashreplace').decode())
+
+
+class ImageError(NamedFault):
     """An image that cannot be used; the message names the file."""
 
 

@@ -25,7 +25,7 @@ from absl import logging
 from etils import epath
 
 from k3jax.config import DataConfig
-from k3jax.data.images import ImageConfig, check_bytes, image_bytes
+from k3jax.data.images import ImageConfig, NamedFault, check_bytes, image_bytes
 from k3jax.data.sources import Split
 
 _IMAGES = frozenset(('png', 'jpg', 'jpeg', 'webp', 'gif', 'bmp'))  # suffixes of members
@@ -35,7 +35,7 @@ WHERE = 'data.media.sources'
 _TAIL = 1 << 20  # bytes after the last member that are looked at
 
 
-class RecordError(ValueError):
+class RecordError(NamedFault):
     """A record that cannot be used; the message names it."""
 
 

@@ -302,6 +302,7 @@ def test_no_odd_record_takes_others_with_it(tmp_path, lines, caplog):
     config = config_of(folder, held_out_every=28)
     seen = {text for text, *_ in documents(take(loader.train_iterator(config, TOKENIZER), 12))}
     assert {text[: text.index('>') + 1] for text in seen if text} == {f'<{n}>' for n in range(19)}
+    caplog.text.encode()  # what a log is written as
     for fault in (*ODD.values(), "'los': False", 'or else a string in "text"', 'not JSON'):
         assert caplog.text.count(fault) == 1, fault
 
