@@ -199,10 +199,11 @@ def test_an_exported_run_served_with_mxfp8_has_the_logits_of_training(trained, r
     want = step_logits(outcome, params)
     path = str(released / 'converted')
     loaded = open_model(path, 'float32', activations='mxfp8', scale_rule='ceil')
-    np.testing.assert_array_equal(logits_of(loaded.model, loaded.params, IDS), want)
+    # The values are the same; products of decoded weights round in the last bit otherwise.
+    np.testing.assert_allclose(logits_of(loaded.model, loaded.params, IDS), want, rtol=0, atol=2e-7)
     plain = open_model(path, 'float32')
     assert plain.model.run.quantisation == QuantisationConfig()
-    assert np.any(logits_of(plain.model, plain.params, IDS) != want)
+    assert np.max(np.abs(logits_of(plain.model, plain.params, IDS) - want)) > 1e-4
 
 
 def test_a_family_without_packed_experts_is_exported_with_the_same_values():
