@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 from k3jax.config import VisionConfig
 from k3jax.data.tokenizer import byte_tokenizer
@@ -82,3 +83,43 @@ def ids(tokens):
 
 def alone(prompt, count=8, **options):
     return list(generate(MODEL, parameters(), prompt, max_new_tokens=count, **options))
+
+
+def continued(engine, request):
+    """Tokens of a prompt that did not have to be read, and the ids of its answer."""
+    streams, submit = [], engine.submit
+    engine.submit = lambda request: streams.append(submit(request)) or streams[-1]
+    try:
+        (found,) = answers(engine, request)
+    finally:
+        del engine.submit
+    return streams[0].cached_tokens, ids(found)
+
+
+def check_memory(engine, config):
+    """No block is leaked, in two places or pinned, on the device or on the host."""
+    prefixes = engine._prefixes
+    for index in (prefixes.index, prefixes.host.index):
+        used = [block for entry in index.entries() for block in entry.blocks]
+        assert len(used) == len(set(used)) and len(used) + index.num_free == index.num_blocks
+        assert all(not entry.pins for entry in index.entries())
+    figures = engine.prefix_figures
+    assert figures.device_bytes <= config.prefix_cache_bytes
+    assert figures.host_bytes <= config.prefix_host_bytes
+
+
+BEGINNINGS = [prompt_of(length, seed) for length, seed in ((40, 3), (65, 4), (129, 5))]
+
+
+def drawn_turn(data, turns):
+    """Requests to be answered together: of shared beginnings, and that go on from `turns`."""
+    asked = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        shared = data.draw(st.sampled_from([*BEGINNINGS, *turns]))
+        ends = [64, 63, 65, 32, 31, 96, len(shared), data.draw(st.integers(1, len(shared)))]
+        shared = shared[: data.draw(st.sampled_from(ends))]
+        # An answer of random weights may have tokens that stand for images.
+        prompt = [token for token in shared if token != PAD]
+        prompt = [*prompt, *prompt_of(data.draw(st.integers(0, 20)), seed=5)]
+        asked.append(request(prompt, max_new_tokens=data.draw(st.integers(1, 20)), logprobs=4))
+    return asked

@@ -1,6 +1,7 @@
 """A pool whose steps guess: the draft says some tokens, the model checks them all at once.
 
-What comes out is distributed as from a `Pool`, and at temperature 0 is the same text.
+What comes out is distributed as from a `Pool`. At temperature 0, and where a request names a seed,
+it is the same text, whatever was guessed, and so whatever else runs or is held.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from k3jax.serve.draft_folder import open_draft
 from k3jax.serve.load import Loaded
 from k3jax.serve.pool import Pool, batch_axes
 from k3jax.serve.rows import Drawn, Rows, adjusted, after_tokens, draw, drawn_of, keys_of, put_row
-from k3jax.serve.sampling import accept, probabilities
+from k3jax.serve.sampling import accept, agree, probabilities
 from k3jax.serve.speculative import guesses_of, read_draft
 
 Params = Any
@@ -212,11 +213,11 @@ def _round(
 ):
     rows = rows._replace(active=active)
     cache = cache._replace(length=jnp.where(active, cache.length, 0))  # as in `pool._step`
-    for_guesses, for_accept = jnp.moveaxis(jax.vmap(jax.random.split)(keys_of(rows)), 1, 0)
-    for_guesses = jax.vmap(lambda key: jax.random.split(key, num_guesses))(for_guesses).T
+    place = jnp.arange(num_guesses + 1)
+    keys = jax.vmap(lambda ahead: keys_of(rows.seed, rows.count + ahead))(place)
     guesses, q = guesses_of(
         *(model, params, draft, guess, draft_cache, cache.length),
-        *(rows.choice, num_guesses, for_guesses),
+        *(rows.choice, num_guesses, keys[:-1]),
     )
     window = jnp.concatenate([rows.token[:, None], guesses], axis=1)
     output = model.apply({'params': params}, window, jnp.ones_like(window), looking_ahead(cache))
@@ -229,9 +230,12 @@ def _round(
         count, token = accept(p[None], q[None], guesses[None], key)
         return count[0], token[0]
 
-    count, token = jax.vmap(one_row)(p, q, guesses, for_accept)
-    place = jnp.arange(num_guesses + 1)
+    # A key of its own for each place, like those of the guesses but none of them.
+    count, token = jax.vmap(one_row)(p, q, guesses, keys_of(rows.seed, ~rows.count))
     new = jnp.where(place < count[:, None], jnp.pad(guesses, ((0, 0), (0, 1))), token[:, None])
+    same_count, same = agree(p, guesses, keys)
+    count = jnp.where(rows.is_seeded, same_count, count)
+    new = jnp.where(rows.is_seeded[:, None], same, new)
     count = jnp.minimum(count + 1, limit)
     after = committed(cache, output.cache, count, model.run.implementation)
     valid = (place < count[:, None]).astype(jnp.int32)

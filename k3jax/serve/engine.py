@@ -290,13 +290,22 @@ class Engine:
             lane, job.slot = list(free.items())[len(jobs)]
             jobs[lane] = job
         if jobs:
-            size = self._config.lane_size(max(len(job.prompt) for job in jobs.values()))
-            cache = self._pool.lanes(size)
-            for lane, job in jobs.items() if self._prefixes is not None else ():
-                cache, job.position = self._prefixes.load(job.distinct, cache, lane)
-                job.stream.cached_tokens = job.position
-                job.media_position = job.prompt[: job.position].count(self._media_id)
-            self._group = _Group(jobs, cache)
+            try:
+                self._group = _Group(jobs, self._begun(jobs))
+            except Exception:
+                self._fail_all(jobs.values())  # which are in no place yet
+                raise
+
+    def _begun(self, jobs: dict[int, _Job]) -> Cache:
+        """Lanes with what is held of each prompt."""
+        cache = self._pool.lanes(
+            self._config.lane_size(max(len(job.prompt) for job in jobs.values()))
+        )
+        for lane, job in jobs.items() if self._prefixes is not None else ():
+            cache, job.position = self._prefixes.load(job.distinct, cache, lane)
+            job.stream.cached_tokens = job.position
+            job.media_position = job.prompt[: job.position].count(self._media_id)
+        return cache
 
     def _prepare(self, job: _Job) -> None:
         """What a request needs before its prompt is read; its images are looked at once."""
@@ -424,7 +433,7 @@ class Engine:
                 limits[slot] = 1
             elif self._prefixes is not None:
                 # Not past a place whose states are to be held.
-                length = len(job.prompt) + job.num_drawn - 1
+                length = len(job.prompt) + job.num_asked - 1
                 after = self._prefixes.boundary(length) + self._prefixes.hash_tokens
                 limits[slot] = min(limits[slot], after - length)
         return limits
@@ -479,13 +488,14 @@ class Engine:
             except Exception as error:
                 self._give_up(job, error)
                 continue
+            if self._pool.num_guesses:
+                job.num_asked = job.num_drawn
+                # Where it ends within a window, the states are those of the window's end.
+                if job.num_drawn > 1 and number == len(own) - 1:
+                    self._hold_states(job, job.num_drawn)
             if finished is not None:
                 self._hold_answer(job)
                 del self._running[job.slot]
-            elif self._pool.num_guesses:
-                job.num_asked = job.num_drawn
-                if job.num_drawn > 1:
-                    self._hold_states(job, job.num_drawn)
             if tokens.shape[1] > 1:
                 self.num_checks += 1
                 self.num_checked_tokens += len(own)

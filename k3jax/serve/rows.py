@@ -23,6 +23,7 @@ class Rows(NamedTuple):
       token: [B] int32, the last one drawn. active: [B] bool, whether a row has a request.
       seed: [B] uint32. count: [B] int32, tokens drawn; with the seed it makes the random numbers,
         so that they do not depend on the other rows.
+      is_seeded: [B] bool, whether the seed was asked for: what it draws does not depend on guesses.
       choice: leaves [B].
       presence, frequency, repetition: [B] float32, the penalties of `request.Sampling`.
       wants_top: [B] bool, whether logprobs are reported.
@@ -33,6 +34,7 @@ class Rows(NamedTuple):
     active: jax.Array
     seed: jax.Array
     count: jax.Array
+    is_seeded: jax.Array
     choice: Choice
     presence: jax.Array
     frequency: jax.Array
@@ -87,6 +89,7 @@ def row_of(
         active=of(True, 'bool'),
         seed=of(seed, 'uint32'),
         count=of(0, 'int32'),
+        is_seeded=of(sampling.seed is not None, 'bool'),
         choice=choice,
         presence=of(sampling.presence_penalty, 'float32'),
         frequency=of(sampling.frequency_penalty, 'float32'),
@@ -128,10 +131,10 @@ def adjusted(logits: jax.Array, rows: Rows, mask: jax.Array, constrained: jax.Ar
     return _allowed(_penalised(logits, rows), mask, constrained)
 
 
-def keys_of(rows: Rows) -> jax.Array:
+def keys_of(seed: jax.Array, count: jax.Array) -> jax.Array:
     """[B] random keys, of each row's seed and place in its answer."""
     return jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(
-        rows.seed, rows.count
+        seed, count
     )
 
 
@@ -175,7 +178,7 @@ def draw(
     it is to be looked at.
     """
     logits = adjusted(logits, rows, mask, constrained)
-    token = sample(logits, keys_of(rows), rows.choice)[:, None]
+    token = sample(logits, keys_of(rows.seed, rows.count), rows.choice)[:, None]
     one = jnp.ones(len(token), jnp.int32)
     return drawn_of(logits[:, None], token, one, rows), after_tokens(rows, token, one)
 

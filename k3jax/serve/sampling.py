@@ -73,6 +73,23 @@ def sample(logits: jax.Array, key: jax.Array, choice: Choice) -> jax.Array:
     return jnp.where(is_drawn, drawn, greedy).astype(jnp.int32)
 
 
+def agree(p: jax.Array, guesses: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many guesses of each row are what the keys draw from p, and that: whatever was guessed.
+
+    Fewer stand than of `accept`, but most where they were drawn with the same keys.
+
+    Args:
+      p: [B, J + 1, Z]. guesses: [B, J] int32. keys: [J + 1, B].
+
+    Returns:
+      [B] int32, 0..J; and [B, J + 1] int32, as `sample` gives them.
+    """
+    categorical = jax.vmap(jax.vmap(jax.random.categorical), in_axes=(0, 1), out_axes=1)
+    own = categorical(keys, jnp.log(p)).astype(jnp.int32)
+    stands = (own[:, :-1] == guesses).astype(jnp.int32)
+    return jnp.sum(jnp.cumprod(stands, axis=1), axis=1), own
+
+
 def accept(
     p: jax.Array, q: jax.Array, guesses: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

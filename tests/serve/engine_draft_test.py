@@ -1,11 +1,14 @@
 """An engine that guesses answers as one that does not, whatever of the guesses stands."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from k3jax.config import MeshConfig
@@ -17,14 +20,36 @@ from k3jax.serve.engine import Engine
 from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.generate import generate
 from k3jax.serve.load import Loaded
-from k3jax.serve.rows import row_of
+from k3jax.serve.rows import keys_of, row_of
 from k3jax.serve.sampling import Choice, probabilities
 from k3jax.train.eval import logits_of
-from tests.engines import MODEL, PAD, TOKENIZER, answers, ids, parameters, prompt_of, request
-
-CONFIG = EngineConfig(
-    num_slots=3, max_length=200, max_waiting=8, pieces=(8, 32), lane_sizes=(48, 120)
+from tests.engines import (
+    MODEL,
+    PAD,
+    TOKENIZER,
+    answers,
+    check_memory,
+    continued,
+    drawn_turn,
+    ids,
+    parameters,
+    prompt_of,
+    request,
 )
+
+HASH = 8
+BLOCK_BYTES = 1792  # as in engine_prefix_test.py
+CONFIG = EngineConfig(
+    num_slots=3,
+    max_length=200,
+    max_waiting=8,
+    pieces=(8, 32),
+    lane_sizes=(48, 120),
+    prefix_cache_bytes=20 * BLOCK_BYTES,
+    prefix_host_bytes=60 * BLOCK_BYTES,
+    prefix_hash_tokens=HASH,
+)
+NUM_GUESSES = 4
 GUESSING = with_taps(MODEL)
 OUTPUTS = 'o_proj', 'down_proj', 'w2', 'routed_expert_up_proj'
 
@@ -45,8 +70,8 @@ def model_params():
 
 @functools.cache
 def draft():
-    """A draft that says what the last token alone would make the model say."""
-    fresh = quieter(init_draft(GUESSING, {}, jax.random.key(1)), 0.0)
+    """A draft that says about what the last token alone would make the model say."""
+    fresh = quieter(init_draft(GUESSING, {}, jax.random.key(1)), 0.3)
     d = MODEL.config.hidden_size
     halves = jnp.concatenate([jnp.eye(d), jnp.zeros((d, d))], axis=1)
     return fresh | {'mtp': fresh['mtp'] | {'eh_proj': halves}}
@@ -56,22 +81,25 @@ def alone(prompt, count=8, **options):
     return list(generate(MODEL, model_params(), prompt, max_new_tokens=count, **options))
 
 
-def new_engine(**options):
-    config = EngineConfig(**vars(CONFIG) | options)
-    pool = DraftPool(GUESSING, model_params(), draft(), config.num_slots, config.max_length, 4)
-    return Engine(pool, TOKENIZER, config, images=ImageConfig(patch_size=2))
-
-
 @pytest.fixture(scope='module')
 def engine():
-    engine = new_engine()
+    pool = DraftPool(
+        GUESSING, model_params(), draft(), CONFIG.num_slots, CONFIG.max_length, NUM_GUESSES
+    )
+    engine = Engine(pool, TOKENIZER, CONFIG, images=ImageConfig(patch_size=2))
     engine.start()
     yield engine
     engine.close()
 
 
+@pytest.fixture(autouse=True)
+def nothing_held(engine):
+    engine._prefixes.reset()
+
+
 def test_requests_of_any_length_answer_as_each_does_without_guesses(engine):
-    some = [request(prompt_of(n), max_new_tokens=3 + n % 19) for n in (1, 7, 8, 9, 48, 49, 130, 2)]
+    lengths = 1, 7, 8, 9, 48, 49, 130, 190  # the last up to the end of the cache
+    some = [request(prompt_of(n), max_new_tokens=10 if n == 190 else 3 + n % 19) for n in lengths]
     found = answers(engine, *some)
     for asked, tokens in zip(some, found, strict=True):
         count = asked.sampling.max_new_tokens
@@ -81,12 +109,23 @@ def test_requests_of_any_length_answer_as_each_does_without_guesses(engine):
     assert 1.2 < tokens / checks < 4.8  # some guesses stand, not all
 
 
-def test_what_a_seed_draws_does_not_depend_on_the_others(engine):
-    asked = request(prompt_of(20), temperature=2.0, seed=5, max_new_tokens=12)
-    others = [request(prompt_of(20), temperature=2.0, seed=n) for n in (6, 7, 8)]
-    (want,) = answers(engine, asked)
-    assert ids(answers(engine, *others, asked)[-1]) == ids(want)
-    assert ids(answers(engine, others[0])[0]) != ids(want)[:8]
+GRAMMAR = 'start: "abc" | "bcd" | "bd"'
+
+
+def test_a_seed_draws_what_the_model_alone_does_whatever_was_guessed(engine):
+    prompt = prompt_of(29)
+    asked = request(prompt, temperature=60.0, seed=5, max_new_tokens=16)
+    others = [request(prompt, temperature=60.0, seed=n, max_new_tokens=4) for n in (6, 7)]
+    beside = request(prompt_of(4), constraint=GRAMMAR, max_new_tokens=20)
+    (found,) = answers(engine, asked)
+    logits = logits_of(MODEL, model_params(), [*prompt, *ids(found)])[0, len(prompt) - 1 : -1]
+    keys = keys_of(np.full(16, 5, np.uint32), np.arange(16, dtype=np.int32))
+    want = jax.vmap(jax.random.categorical)(keys, logits / 60).tolist()
+    assert ids(found) == want
+    for held in (True, False):
+        assert ids(answers(engine, *others, beside, asked)[-1]) == want, held
+        engine._prefixes.reset()
+    assert len({tuple(ids(found)[:4]) for found in [found, *answers(engine, *others)]}) == 3
 
 
 def test_nothing_comes_after_a_stop_id_within_a_window(engine):
@@ -108,8 +147,7 @@ def test_logprobs_are_the_models_own(engine):
 
 
 def test_grammars_penalties_and_images_go_beside_guesses(engine):
-    grammar = 'start: "abc" | "bcd" | "bd"'
-    asked = [request(prompt_of(4, n), constraint=grammar, max_new_tokens=20) for n in range(2)]
+    asked = [request(prompt_of(4, n), constraint=GRAMMAR, max_new_tokens=20) for n in range(2)]
     punished = request(prompt_of(6), frequency_penalty=1e4, max_new_tokens=20)
     pixels = np.random.default_rng(0).integers(0, 256, (8, 3, 2, 2), np.uint8)
     seeing = request([3, PAD, *prompt_of(30)], media=[Patches(pixels, (1, 2, 4))])
@@ -121,29 +159,71 @@ def test_grammars_penalties_and_images_go_beside_guesses(engine):
     assert ids(free) == alone(prompt_of(6))
 
 
-def continued(engine, request):
-    """How much of the prompt was held, and the answer."""
-    streams, submit = [], engine.submit
-    engine.submit = lambda request: streams.append(submit(request)) or streams[-1]
-    (found,) = answers(engine, request)
-    engine.submit = submit
-    return streams[0].cached_tokens, ids(found)
+@pytest.mark.parametrize('lengths', [(21, 30), (21, 28), (30, 19), (31, 2)])
+def test_a_next_turn_goes_on_from_what_is_held(engine, lengths):
+    first, count = prompt_of(lengths[0]), lengths[1]
+    _, said = continued(engine, request(first, max_new_tokens=count))
+    assert said == alone(first, count)
+    second = [*first, *said, *prompt_of(5)]
+    # All but the last partial block of what was read: the last token drawn never is.
+    want = (len(first) + count - 1) // HASH * HASH
+    assert continued(engine, request(second)) == (want, alone(second))
 
 
-def test_a_next_turn_goes_on_from_what_is_held():
-    engine = new_engine(prefix_cache_bytes=1 << 24, prefix_hash_tokens=16)
-    engine.start()
-    try:
-        first = prompt_of(21)
-        _, said = continued(engine, request(first, max_new_tokens=40))
-        assert said == alone(first, 40)
-        second = [*first, *said, *prompt_of(5)]
-        cached, answer = continued(engine, request(second, max_new_tokens=20))
-        assert answer == alone(second, 20)
-        # All but the last partial block of what was read: the last token drawn never is.
-        assert cached == (len(first) + 39) // 16 * 16
-    finally:
-        engine.close()
+def check_histories(engine, examples):
+    """Requests together and one after another, as engine_prefix_test.py has them for a plain one;
+    some end early, some have a grammar beside them."""
+    before = engine.prefix_figures
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.data())
+    def live(data):
+        turns = []
+        for _ in range(data.draw(st.integers(1, 3))):
+            asked, wants = drawn_turn(data, turns), []
+            for number, one in enumerate(asked):
+                want = alone(one.prompt_ids, one.sampling.max_new_tokens)
+                if data.draw(st.booleans()):
+                    stop = data.draw(st.sampled_from(want))
+                    sampling = dataclasses.replace(one.sampling, stop_ids=frozenset({stop}))
+                    asked[number] = dataclasses.replace(one, sampling=sampling)
+                    want = want[: want.index(stop) + 1]
+                wants.append(want)
+            take = data.draw(st.sampled_from([None, 1, 3]))
+            if data.draw(st.booleans()):
+                asked.append(request(prompt_of(4), constraint=GRAMMAR, max_new_tokens=20))
+            found = answers(engine, *asked, take=take)
+            for number, (want, tokens) in enumerate(zip(wants, found, strict=False)):
+                dropped = take is not None and number == 0
+                assert ids(tokens) == (want[:take] if dropped else want)
+            turns += [
+                [*one.prompt_ids, *want][:150] for one, want in zip(asked, wants, strict=False)
+            ]
+            check_memory(engine, CONFIG)
+
+    live()
+    for name in ('hits', 'offloads', 'fetches'):
+        assert getattr(engine.prefix_figures, name) > getattr(before, name), name
+
+
+def test_any_history_of_guesses_answers_as_the_model_alone(engine):
+    check_histories(engine, 8)
+
+
+@pytest.mark.slow
+def test_many_histories_of_guesses_answer_as_the_model_alone(engine):
+    check_histories(engine, 150)
+
+
+def test_no_request_is_forgotten_where_there_is_no_room_to_read_it(engine, monkeypatch):
+    def full(size):
+        raise RuntimeError('RESOURCE_EXHAUSTED')
+
+    monkeypatch.setattr(engine._pool, 'lanes', full)
+    (found,) = answers(engine, request([1]))
+    assert [token.finished for token in found] == ['error']
+    monkeypatch.undo()
+    assert ids(answers(engine, request([1]))[0]) == alone([1])
 
 
 @pytest.mark.slow

@@ -11,7 +11,20 @@ from k3jax.serve.engine import Engine
 from k3jax.serve.engine_config import EngineConfig
 from k3jax.serve.pool import Pool
 from k3jax.serve.prefix_index import keys_of
-from tests.engines import MODEL, PAD, TOKENIZER, alone, answers, ids, parameters, prompt_of, request
+from tests.engines import (
+    MODEL,
+    PAD,
+    TOKENIZER,
+    alone,
+    answers,
+    check_memory,
+    continued,
+    drawn_turn,
+    ids,
+    parameters,
+    prompt_of,
+    request,
+)
 
 HASH = 8
 BLOCK_BYTES = 1792  # 32 tokens of the attention layer, or one of the two KDA layers
@@ -40,18 +53,6 @@ def nothing_held(engine):
     engine._prefixes.reset()
 
 
-def cached(engine, asked):
-    """Tokens that did not have to be read, and the answer."""
-    streams = []
-    submit = engine.submit
-    engine.submit = lambda request: streams.append(submit(request)) or streams[-1]
-    try:
-        (found,) = answers(engine, asked)
-    finally:
-        del engine.submit
-    return streams[0].cached_tokens, ids(found)
-
-
 def logprobs_of(engine, prompt):
     """[Z] after a prompt that is read from its first token on."""
     pool, lanes = engine._pool, engine._pool.lanes(CONFIG.max_length)
@@ -63,37 +64,25 @@ def logprobs_of(engine, prompt):
     return np.asarray(jax.nn.log_softmax(logits[0]))
 
 
-def check_memory(engine):
-    """No block is leaked, in two places or pinned, on the device or on the host."""
-    prefixes = engine._prefixes
-    for index in (prefixes.index, prefixes.host.index):
-        used = [block for entry in index.entries() for block in entry.blocks]
-        assert len(used) == len(set(used)) and len(used) + index.num_free == index.num_blocks
-        assert all(not entry.pins for entry in index.entries())
-    figures = engine.prefix_figures
-    assert figures.device_bytes <= CONFIG.prefix_cache_bytes
-    assert figures.host_bytes <= CONFIG.prefix_host_bytes
-
-
 @pytest.mark.parametrize('length', [7, 8, 9, 16, 17, 40, 71])
 def test_the_same_prompt_again_is_read_from_its_last_whole_block_on(engine, length):
     prompt = prompt_of(length)
     want = alone(prompt)
-    assert cached(engine, request(prompt)) == (0, want)
+    assert continued(engine, request(prompt)) == (0, want)
     reach = (length - 1) // HASH * HASH
     held = length // HASH * HASH
-    assert cached(engine, request(prompt)) == (reach if reach == held else 0, want)
+    assert continued(engine, request(prompt)) == (reach if reach == held else 0, want)
     longer = [*prompt, *prompt_of(5, seed=1)]
-    assert cached(engine, request(longer)) == (held, alone(longer))
+    assert continued(engine, request(longer)) == (held, alone(longer))
 
 
 def test_the_next_turn_begins_after_all_but_the_last_partial_block_of_the_first(engine):
     prompt = prompt_of(21)
-    _, new = cached(engine, request(prompt, max_new_tokens=30))
+    _, new = continued(engine, request(prompt, max_new_tokens=30))
     turn = [*prompt, *new, *prompt_of(9, seed=2)]
     # The last token that was drawn has not been read.
     reach = (len(prompt) + len(new) - 1) // HASH * HASH
-    assert cached(engine, request(turn)) == (reach, alone(turn))
+    assert continued(engine, request(turn)) == (reach, alone(turn))
 
 
 def test_a_turn_whose_conversation_was_away_begins_where_it_did_and_a_corrupt_one_anew(
@@ -101,16 +90,16 @@ def test_a_turn_whose_conversation_was_away_begins_where_it_did_and_a_corrupt_on
 ):
     before = engine.prefix_figures
     prompt = prompt_of(70)
-    _, new = cached(engine, request(prompt, max_new_tokens=11))
+    _, new = continued(engine, request(prompt, max_new_tokens=11))
     turn = [*prompt, *new, *prompt_of(6, seed=2)]
 
     def others():
         for seed in range(6, 11):
-            cached(engine, request(prompt_of(120, seed)))
+            continued(engine, request(prompt_of(120, seed)))
 
     others()
     assert not engine._prefixes.index.lookup(keys_of(np.array(turn), HASH))
-    assert cached(engine, request(turn)) == (80, alone(turn))
+    assert continued(engine, request(turn)) == (80, alone(turn))
     now = engine.prefix_figures
     assert now.fetches == before.fetches + 1 and now.offloads > before.offloads
     assert now.corrupt_blocks == before.corrupt_blocks
@@ -118,18 +107,18 @@ def test_a_turn_whose_conversation_was_away_begins_where_it_did_and_a_corrupt_on
     host = engine._prefixes.host
     host._land(0)
     host.words[:, 5] ^= 1
-    assert cached(engine, request(turn)) == (0, alone(turn))
+    assert continued(engine, request(turn)) == (0, alone(turn))
     assert engine.prefix_figures.corrupt_blocks > now.corrupt_blocks
     assert 'are corrupt' in caplog.text
-    assert cached(engine, request([*turn, 1])) == (80, alone([*turn, 1]))
-    check_memory(engine)
+    assert continued(engine, request([*turn, 1])) == (80, alone([*turn, 1]))
+    check_memory(engine, CONFIG)
 
 
 def test_the_next_prompt_is_fetched_while_others_are_read(engine):
     prompt = prompt_of(70)
-    cached(engine, request(prompt))
+    continued(engine, request(prompt))
     for seed in range(6, 11):
-        cached(engine, request(prompt_of(120, seed)))
+        continued(engine, request(prompt_of(120, seed)))
     fetched, fetch = [], engine._prefixes.fetch
 
     def watched(tokens):
@@ -168,10 +157,10 @@ def test_other_images_are_other_prompts(engine):
     rng = np.random.default_rng(0)
     media = [Patches(rng.integers(0, 256, (8, 3, 2, 2), np.uint8), (1, 2, 4)) for _ in range(2)]
     first, second = ([PAD, *prompt_of(33)] for _ in range(2))
-    none, want = cached(engine, request(first, media=media[:1]))
+    none, want = continued(engine, request(first, media=media[:1]))
     assert none == 0
-    assert cached(engine, request(first, media=media[:1])) == (32, want)
-    reach, other = cached(engine, request(second, media=media[1:]))
+    assert continued(engine, request(first, media=media[:1])) == (32, want)
+    reach, other = continued(engine, request(second, media=media[1:]))
     assert reach == 0 and other != want
 
 
@@ -198,8 +187,8 @@ def test_a_prompt_that_is_longer_than_the_whole_cache_is_read_again(engine, monk
     monkeypatch.setattr(engine._prefixes, '_num_blocks', 5)
     engine._prefixes.reset()
     prompt = prompt_of(110)
-    assert cached(engine, request(prompt)) == (0, alone(prompt))
-    assert cached(engine, request([*prompt, 1])) == (0, alone([*prompt, 1]))
+    assert continued(engine, request(prompt)) == (0, alone(prompt))
+    assert continued(engine, request([*prompt, 1])) == (0, alone([*prompt, 1]))
     assert engine.prefix_figures.refusals > 0
     monkeypatch.undo()
     engine._prefixes.reset()
@@ -209,7 +198,6 @@ def test_any_history_of_requests_answers_as_without_a_cache(engine):
     """Prompts of shared beginnings, turns that go on from answers, requests that are dropped; the
     device holds only some of it and the host some more. After every prompt the probabilities are
     those of one that is read whole."""
-    beginnings = [prompt_of(length, seed) for length, seed in ((40, 3), (65, 4), (129, 5))]
     before = engine.prefix_figures
 
     @settings(max_examples=25, deadline=None)
@@ -217,14 +205,7 @@ def test_any_history_of_requests_answers_as_without_a_cache(engine):
     def live(data):
         turns = []
         for _ in range(data.draw(st.integers(1, 3))):
-            asked = []
-            for _ in range(data.draw(st.integers(1, 4))):
-                shared = data.draw(st.sampled_from([*beginnings, *turns]))
-                ends = [64, 63, 65, 32, 31, 96, len(shared), data.draw(st.integers(1, len(shared)))]
-                prompt = shared[: data.draw(st.sampled_from(ends))]
-                prompt = [*prompt, *prompt_of(data.draw(st.integers(0, 20)), seed=5)]
-                count = data.draw(st.integers(1, 20))
-                asked.append(request(prompt, max_new_tokens=count, logprobs=4))
+            asked = drawn_turn(data, turns)
             take = data.draw(st.sampled_from([None, 1]))
             for number, (one, found) in enumerate(
                 zip(asked, answers(engine, *asked, take=take), strict=True)
@@ -235,7 +216,7 @@ def test_any_history_of_requests_answers_as_without_a_cache(engine):
                 for token, logprob in found[0].top:
                     assert abs(logprob - logprobs[token]) < 1e-4
                 turns.append([*one.prompt_ids, *want][:150])
-            check_memory(engine)
+            check_memory(engine, CONFIG)
 
     live()
     for name in ('hits', 'offloads', 'fetches', 'host_evictions'):
