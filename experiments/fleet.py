@@ -30,7 +30,7 @@ _POLICIES = flags.DEFINE_list('policies', list(POLICIES), 'To be compared.')
 _SECONDS = flags.DEFINE_float('seconds', 3600.0, 'In which conversations begin.')
 _WARM_UP_S = flags.DEFINE_float('warm_up_s', 900.0, 'Of these, not counted.', lower_bound=0)
 _SLO_S = flags.DEFINE_float('slo_s', 10.0, 'In which a first token is good.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the mix.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the mix.', lower_bound=0)
 _JSON = flags.DEFINE_string('json', None, 'File for all figures.')
 _PNG = flags.DEFINE_string('png', None, 'File to draw the plot to.')
 
@@ -55,6 +55,8 @@ def main(argv: list[str]) -> None:
     seconds, warm_up_s = _SECONDS.value, _WARM_UP_S.value
     if not warm_up_s < seconds < 1e6:
         raise ValueError(f'--warm_up_s: got {warm_up_s:g}, wanted less than --seconds={seconds:g}')
+    if not _SLO_S.value > 0:
+        raise ValueError(f'--slo_s: got {_SLO_S.value:g}, wanted more than 0')
     rows: list[dict[str, Any]] = []
     for load in [None] if _TRACE.value else _loads():
         if load is None:

@@ -19,7 +19,9 @@ from k3jax.serve.server import make_server
 
 _SERVERS = flags.DEFINE_list('servers', None, 'Their URLs, comma-separated.', required=True)
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all.')
-_PORT = flags.DEFINE_integer('port', 8080, 'Port to listen on; 0 for any free one.')
+_PORT = flags.DEFINE_integer(
+    'port', 8080, 'Port to listen on; 0 for any free one.', lower_bound=0, upper_bound=65535
+)
 _CLASSES = flags.DEFINE_list(
     'classes',
     list(DEFAULT_CLASSES),

@@ -54,7 +54,9 @@ _WARM_UP = flags.DEFINE_bool('warm_up', True, 'Compile everything before the fir
 define_activations_flags()
 define_mesh_flag()
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all.')
-_PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0 for any free one.')
+_PORT = flags.DEFINE_integer(
+    'port', 8000, 'Port to listen on; 0 for any free one.', lower_bound=0, upper_bound=65535
+)
 _API_RULES = flags.DEFINE_enum('api_rules', 'open', sorted(RULES), 'Which parameters are taken.')
 _API_KEYS_FILE = flags.DEFINE_string(
     'api_keys_file', None, 'File with one key a line; without it anybody may ask.'
@@ -107,9 +109,12 @@ def main(argv: list[str]) -> None:
         )
     images = loaded.images if loaded.model.config.vision is not None else None
     positions = loaded.model.config.max_position_embeddings
+    length = _MAX_LENGTH.value
+    if length is None:
+        length = min(EngineConfig.max_length, positions)
     config = EngineConfig(
         num_slots=_NUM_SLOTS.value,
-        max_length=_MAX_LENGTH.value or min(EngineConfig.max_length, positions),
+        max_length=length,
         max_waiting=_MAX_WAITING.value,
         prefix_cache_bytes=prefix_bytes,
         prefix_host_bytes=host_bytes,

@@ -180,7 +180,8 @@ def run_main(main: Callable[[Sequence[str]], Any]) -> None:
     """Parses the flags, runs `main(argv)` and exits.
 
     A user's mistake (ValueError, NotImplementedError, OSError, or a gs:// path without gcsfs)
-    becomes one line on stderr and exit code 1; --debug keeps the traceback. Ctrl-C exits with 130.
+    becomes one line on stderr and exit code 1, as does a device without room; --debug keeps the
+    traceback. Ctrl-C exits with 130.
     Anything else is a bug of ours and shows its traceback.
     """
 
@@ -202,6 +203,14 @@ def run_main(main: Callable[[Sequence[str]], Any]) -> None:
             if _DEBUG.value:
                 traceback.print_exc()
             print(f'error: {_NO_GCS}', file=sys.stderr)
+            return 1
+        except Exception as e:
+            # JAX's own error; what was asked for is larger than the device.
+            if type(e).__name__ != 'JaxRuntimeError' or 'RESOURCE_EXHAUSTED' not in str(e):
+                raise
+            if _DEBUG.value:
+                traceback.print_exc()
+            print(f'error: the device has no room: {str(e).splitlines()[0]}', file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print('interrupted', file=sys.stderr)

@@ -31,6 +31,7 @@ def get_config():
 
 SCRIPT = """
 import errno
+import jax
 from k3jax import flags
 
 
@@ -49,6 +50,8 @@ def main(argv):
         raise ImportError('No module named no_such_module')
     if config.data.source == 'interrupt':
         raise KeyboardInterrupt
+    if config.data.source == 'no room':
+        jax.numpy.zeros(2**52)
     if config.data.source == 'bug':
         raise RuntimeError('a bug')
 
@@ -101,6 +104,13 @@ def test_config_and_set_reach_the_script(folder):
 def test_a_mistake_is_one_line_and_an_exit_code(folder, source, code, error):
     got = run(folder, '--config=tiny.py', '--set', f'data.source={source}')
     assert got == (code, 'batch 8\n', error)
+
+
+def test_a_device_without_room_is_a_line_too(folder):
+    code, _, error = run(folder, '--config=tiny.py', '--set=data.source=no room')
+    last = error.splitlines()[-1]  # after what JAX itself may have to say
+    assert code == 1 and last.startswith('error: the device has no room: RESOURCE_EXHAUSTED')
+    assert 'Traceback' not in error
 
 
 def test_debug_and_bugs_show_the_traceback(folder):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, may_be_0 = getattr(self, field.name), field.name == 'requests_per_minute'
-            if value < 0 or (value == 0 and not may_be_0):
+            if not (0 <= value < math.inf) or (value == 0 and not may_be_0):
                 wanted = '0 or more' if may_be_0 else 'more than 0'
                 raise ValueError(f'--{field.name}: got {value}, wanted {wanted}')
 

@@ -46,10 +46,13 @@ class DraftPool(Pool):
         """model: with the taps of its draft, whose parameters `draft` is.
 
         Raises:
-          ValueError: no guess is asked for.
+          ValueError: no guess is asked for, or more than a slot could ever take.
         """
-        if num_guesses < 1:
-            raise ValueError(f'num_guesses: got {num_guesses}, wanted 1 or more')
+        if not 1 <= num_guesses < size:
+            raise ValueError(
+                f'num_guesses: got {num_guesses}, wanted 1 or more, and fewer than the {size} '
+                'tokens of a slot'
+            )
         assert model.run.parallel is None
         self._draft, self._width = draft, model.config.hidden_size
         super().__init__(model, params, num_slots, size, None)

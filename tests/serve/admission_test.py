@@ -68,4 +68,7 @@ def test_slots():
 def test_limits_name_their_flag():
     with pytest.raises(ValueError, match='--max_concurrent: got 0, wanted more than 0'):
         Limits(max_concurrent=0)
+    for value in (float('nan'), float('inf'), -1.0):
+        with pytest.raises(ValueError, match=f'--request_timeout_s: got {value}, wanted more'):
+            Limits(request_timeout_s=value)
     assert Limits(requests_per_minute=0).requests_per_minute == 0

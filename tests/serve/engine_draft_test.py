@@ -263,8 +263,9 @@ def test_tokens_are_drawn_from_the_model_whatever_the_limit():
 
 
 def test_a_mesh_and_no_guesses_are_refused():
-    with pytest.raises(ValueError, match='num_guesses: got 0, wanted 1 or more'):
-        DraftPool(GUESSING, model_params(), draft(), 2, 16, 0)
+    for count in (0, 16, 10**8):
+        with pytest.raises(ValueError, match=f'num_guesses: got {count}, wanted 1 or more'):
+            DraftPool(GUESSING, model_params(), draft(), 2, 16, count)
     mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
     with pytest.raises(ValueError, match='--draft: there are no guesses on a mesh yet'):
         open_pool(Loaded(MODEL, model_params(), TOKENIZER, None, mesh=mesh), 2, 16, 'draft')

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import time
 import urllib.parse
 from collections import OrderedDict
@@ -47,7 +48,7 @@ class HealthPolicy:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value <= 0:
+            if not 0 < value < math.inf:
                 raise ValueError(f'--health_{field.name}: got {value}, wanted more than 0')
 
 
@@ -209,6 +210,8 @@ class Fleet:
         Raises:
           ValueError: none did.
         """
+        if not wait_s >= 0:
+            raise ValueError(f'--wait_s: got {wait_s}, wanted 0 or more')
         deadline = time.monotonic() + wait_s
         while True:
             await asyncio.gather(*(server.check(client) for server in self.servers))

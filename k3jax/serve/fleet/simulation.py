@@ -49,8 +49,12 @@ class FleetConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and value is not False and not value > 0:
+            if value is None or value is False:
+                continue
+            if not value > 0:
                 raise ValueError(f'fleet.{field.name}: got {value}, wanted more than 0')
+            if value == math.inf and field.name != 'down_s':
+                raise ValueError(f'fleet.{field.name}: got inf, wanted a number')
         if self.fail_at_s is not None and self.servers < 2:
             raise ValueError(f'fleet.servers: got {self.servers}, wanted 2 or more with a failure')
 

@@ -57,10 +57,12 @@ class Mix:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value <= 0 and field.name != 'long_share':
-                raise ValueError(f'mix.{field.name}: got {value}, wanted more than 0')
+            if not 0 < value < 1e12 and field.name != 'long_share':
+                raise ValueError(f'mix.{field.name}: got {value}, wanted more than 0, below 1e12')
         if not 0 <= self.long_share <= 1:
             raise ValueError(f'mix.long_share: got {self.long_share}, wanted 0 to 1')
+        if self.turns < 2:
+            raise ValueError(f'mix.turns: got {self.turns}, wanted 2 or more')
         grown = self.turns * (self.new_tokens + self.answer_tokens)
         if grown >= self.cached_tokens:
             raise ValueError(

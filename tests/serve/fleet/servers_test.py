@@ -79,6 +79,19 @@ def test_a_conversation_stays_where_it_had_to_go(monkeypatch):
     asyncio.run(check())
 
 
+def test_a_time_that_never_ends_is_refused():
+    for value in (float('nan'), float('inf'), 0):
+        with pytest.raises(ValueError, match=f'--health_interval_s: got {value}, wanted more'):
+            HealthPolicy(interval_s=value)
+
+    async def check():
+        async with Fleet(['http://a:80'], POLICY).watched(None, float('nan')):
+            pass
+
+    with pytest.raises(ValueError, match='--wait_s: got nan, wanted 0 or more'):
+        asyncio.run(check())
+
+
 def test_the_script_says_what_is_wrong_with_its_servers():
     command = [sys.executable, '-m', 'experiments.route', '--port=0']
     for servers, message in (

@@ -174,6 +174,9 @@ def test_a_trace_is_read(tmp_path):
         ('mix.long_share=2', 'mix.long_share: got 2'),
         ('mix.turns=1000', 'mix.cached_tokens: got 400000'),
         ('mix.pause_s=0', 'mix.pause_s: got 0'),
+        ('mix.pause_s=inf', 'mix.pause_s: got inf'),
+        ('mix.turns=1', 'mix.turns: got 1, wanted 2'),
+        ('fleet.overhead_s=inf', 'fleet.overhead_s: got inf'),
     ],
 )
 def test_settings_that_are_none_are_named(override, message):
